@@ -1,0 +1,1 @@
+"""Plan, run, measure and recover distributed training. See docs/READING.md for a reading order."""

@@ -1,0 +1,1 @@
+"""Stage 5, L5: state on disk, free of the layout that wrote it."""

@@ -1,0 +1,1 @@
+"""The top: one file a verb; the only place that wires rooms together."""

@@ -1,0 +1,1 @@
+"""Stage 3, L2: the only callers of torch.distributed."""

@@ -1,0 +1,1 @@
+"""Stage 2, L3: text to documents to tokens to samples, in an order that is a pure function."""

@@ -1,0 +1,1 @@
+"""Beside the stages: records, ledger, provenance, guards, claims. No torch."""

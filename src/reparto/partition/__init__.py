@@ -1,0 +1,1 @@
+"""Stage 1, L1: who owns what. Pure index arithmetic and byte counts. No torch."""

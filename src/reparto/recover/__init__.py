@@ -1,0 +1,1 @@
+"""Stage 5, L7: detect, decide, supervise, inject."""
