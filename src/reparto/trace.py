@@ -251,6 +251,10 @@ class Ring:
             waited_since_ns = struct.unpack_from("<Q", self._map, at + _WAIT_AT)[0]
         return max(0, now - waited_since_ns)
 
+    def span(self, kind: Kind, tag: str) -> Span:
+        """`with ring.span(Kind.OPTIMIZER, "adamw"): ...` writes one record around the block."""
+        return Span(self, kind, tag)
+
     def records(self, *, since: int = 0) -> list[Record]:
         """The records still in the ring, oldest first, from sequence number `since` on."""
         first = max(since, self.sequence - self.capacity)
@@ -259,6 +263,24 @@ class Ring:
     def close(self) -> None:
         self._write_header()
         self._map.close()
+
+
+class Span:
+    """A record around a `with` block; `seconds` is known afterwards."""
+
+    __slots__ = ("_kind", "_ring", "_sequence", "_tag", "seconds")
+
+    def __init__(self, ring: Ring, kind: Kind, tag: str) -> None:
+        self._ring, self._kind, self._tag = ring, kind, tag
+        self._sequence = -1
+        self.seconds = 0.0
+
+    def __enter__(self) -> Span:
+        self._sequence = self._ring.start(self._kind, self._tag)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = self._ring.end(self._sequence) / 1e9
 
 
 def _read(buffer: mmap.mmap | bytes, slot: int) -> Record:

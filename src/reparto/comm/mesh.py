@@ -1,0 +1,165 @@
+"""The grid of ranks with a communicator for every group that a plan uses.
+
+`Mesh` is what strategies are given: `mesh.group("shard")` is the communicator of the named group
+this rank is in (`partition/grid.py` says who that is). Groups are passed, never global, and they
+are made at one place in one order, because making a group is itself a collective.
+
+Groups with the same members share one transport but keep their own names in the records. Two
+purposes that may be under way at once in an order that differs between ranks (gathering weights,
+reducing gradients) get two transports, so that each keeps a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from reparto.comm.backend import Store, TorchTransport, Transport
+from reparto.comm.collectives import Check, Communicator
+from reparto.comm.fake import FakeWorld
+from reparto.errors import Fault
+from reparto.partition.grid import Grid
+from reparto.trace import Ring
+
+#: name of a communicator -> (group, lane); lanes of one group have transports of their own
+PURPOSES: dict[str, tuple[str, str]] = {
+    "world": ("world", ""),
+    "reduce": ("reduce", ""),
+    "shard": ("shard", ""),
+    "unshard": ("shard", "unshard"),
+    "replicas": ("replicas", ""),
+    "batch": ("batch", ""),
+    "context": ("context", ""),
+    "tensor": ("tensor", ""),
+    "pipeline": ("pipeline", ""),
+    "expert": ("expert", ""),
+    "expert_shard": ("expert_shard", ""),
+    "model": ("model", ""),
+}
+
+
+class Mesh:
+    """One rank's view of the grid."""
+
+    def __init__(
+        self, grid: Grid, rank: int, *, ring: Ring, communicators: dict[str, Communicator]
+    ) -> None:
+        self.grid = grid
+        self.rank = rank
+        self.ring = ring
+        self.coordinates = grid.coordinates(rank)
+        self._communicators = communicators
+
+    def group(self, name: str) -> Communicator:
+        """The communicator for a purpose of `PURPOSES`."""
+        return self._communicators[name]
+
+    @property
+    def world(self) -> Communicator:
+        return self._communicators["world"]
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds this rank has waited for communication since the start."""
+        return sum(one.exposed_ns for one in self._communicators.values()) / 1e9
+
+
+def torch_mesh(
+    grid: Grid,
+    rank: int,
+    *,
+    ring: Ring,
+    timeout_s: float,
+    check: Check | None = None,
+    purposes: Iterable[str] = PURPOSES,
+) -> Mesh:
+    """A mesh over torch process groups; the job's process group must have been joined."""
+    made: set[tuple[tuple[int, ...], str]] = set()
+    mine: dict[tuple[tuple[int, ...], str], Transport] = {}
+
+    def transport(purpose: str, ranks: tuple[int, ...]) -> Transport | None:
+        group_name, lane = PURPOSES[purpose]
+        for members in grid.all_groups(group_name):  # every rank makes every group, in one order
+            key = (members, lane)
+            if len(members) == 1 or key in made:
+                continue
+            made.add(key)
+            if len(members) == grid.world_size and not lane:
+                group = dist.group.WORLD
+            else:
+                group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_s))
+            if rank in members:
+                assert group is not None, "the job's process group has not been joined"
+                mine[key] = TorchTransport(group, ranks=members, index=members.index(rank))
+        return mine.get((ranks, lane))
+
+    return _mesh(grid, rank, ring=ring, transport=transport, check=check, purposes=purposes)
+
+
+def fake_mesh(grid: Grid, rank: int, *, world: FakeWorld, ring: Ring) -> Mesh:
+    """A mesh over threads."""
+
+    def transport(purpose: str, ranks: tuple[int, ...]) -> Transport | None:
+        return world.transport(purpose, ranks, rank) if len(ranks) > 1 else None
+
+    return _mesh(grid, rank, ring=ring, transport=transport, check=None, purposes=PURPOSES)
+
+
+def single_mesh(*, ring: Ring | None = None) -> Mesh:
+    """A mesh of one rank."""
+    ring = ring or Ring(None, rank=0, capacity=4096)
+    return _mesh(
+        Grid(), 0, ring=ring, transport=lambda name, ranks: None, check=None, purposes=PURPOSES
+    )
+
+
+def _mesh(
+    grid: Grid,
+    rank: int,
+    *,
+    ring: Ring,
+    transport: Callable[[str, tuple[int, ...]], Transport | None],
+    check: Check | None,
+    purposes: Iterable[str],
+) -> Mesh:
+    communicators: dict[str, Communicator] = {}
+    for ident, purpose in enumerate(purposes, start=1):
+        ranks = grid.group(PURPOSES[purpose][0], rank)
+        communicators[purpose] = Communicator(
+            purpose,
+            transport(purpose, ranks),
+            ring=ring,
+            ident=ident,
+            ranks=ranks,
+            check=check,
+        )
+    return Mesh(grid, rank, ring=ring, communicators=communicators)
+
+
+class SignatureCheck:
+    """Checked mode: ranks lay their signature in the store and compare before any data moves.
+
+    One round trip to the store per member and collective, so it is for finding a fault, not for
+    every run; the step's fingerprint in the agreement word is always on and costs nothing.
+    """
+
+    def __init__(self, store: Store, *, ring: Ring, generation: int) -> None:
+        self._store = store
+        self._ring = ring
+        self._generation = generation
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, group: str, index: int, size: int, signature: str) -> None:
+        number = self._counts.get(group, 0)
+        self._counts[group] = number + 1
+        prefix = f"check/{self._generation}/{group}/{number}/"
+        self._store.set(f"{prefix}{index}", signature.encode())
+        seen = [self._store.get(f"{prefix}{member}").decode() for member in range(size)]
+        if len(set(seen)) > 1:
+            lines = "\n".join(f"  member {i}: {text}" for i, text in enumerate(seen))
+            raise Fault(
+                f"rank {self._ring.rank}, step {self._ring.step}: members of group `{group}` "
+                f"disagree on collective {number}, so nothing was sent:\n{lines}"
+            )
