@@ -31,7 +31,7 @@ class ModelConfig(BaseModel):
     Raises `pydantic.ValidationError` on wrong fields; `model_config_of` raises a `UserError`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     vocab_size: int = Field(gt=0)
     """Rows of the embedding table, in tokens. A run replaces it by its tokenizer's size."""
