@@ -8,8 +8,7 @@ of ceil(rows / n) x columns elements in each rank's piece, at the same offset on
 
 so one all-gather or reduce-scatter moves the whole unit, and copying one parameter in or out takes
 at most two strided copies whatever n is (the first `rows mod n` ranks hold one row more). The price
-is padding, less than one row per parameter and rank. Parameters that decay come first, so the
-optimizer sees two contiguous runs.
+is padding, less than one row per parameter and rank.
 
 Cutting the concatenated parameters at equal element counts would need no padding, but then a shard
 is no rectangle of any tensor, and a checkpoint could not be read by another layout.
@@ -36,7 +35,6 @@ class Slot:
     "first element in a piece"
     numel: int
     "elements reserved in a piece, padding included"
-    decays: bool
 
     @property
     def rows(self) -> int:
@@ -64,8 +62,7 @@ class FlatLayout:
     num_shards: int
     slots: tuple[Slot, ...]
     piece_numel: int
-    decaying_numel: int
-    "elements of a piece, from its start, that weight decay applies to"
+    "elements of one rank's piece"
 
     @property
     def whole_numel(self) -> int:
@@ -93,26 +90,16 @@ class FlatLayout:
         return split_evenly(slot.rows, self.num_shards, shard)
 
 
-def flat_layout(
-    shapes: Mapping[str, tuple[int, ...]], *, decays: Mapping[str, bool], num_shards: int
-) -> FlatLayout:
-    """Lay `shapes` out for `num_shards` ranks, decaying parameters first, else in given order."""
+def flat_layout(shapes: Mapping[str, tuple[int, ...]], *, num_shards: int) -> FlatLayout:
+    """Lay `shapes` out for `num_shards` ranks, in the given order."""
     slots: list[Slot] = []
     offset = 0
-    decaying = 0
-    for wanted in (True, False):
-        for name, shape in shapes.items():
-            if decays[name] is not wanted:
-                continue
-            rows, columns = rows_and_columns(shape)
-            numel = -(-rows // num_shards) * columns
-            slots.append(Slot(name=name, shape=shape, offset=offset, numel=numel, decays=wanted))
-            offset += numel
-        if wanted:
-            decaying = offset
-    return FlatLayout(
-        num_shards=num_shards, slots=tuple(slots), piece_numel=offset, decaying_numel=decaying
-    )
+    for name, shape in shapes.items():
+        rows, columns = rows_and_columns(shape)
+        numel = -(-rows // num_shards) * columns
+        slots.append(Slot(name=name, shape=shape, offset=offset, numel=numel))
+        offset += numel
+    return FlatLayout(num_shards=num_shards, slots=tuple(slots), piece_numel=offset)
 
 
 def buckets(numels: Sequence[int], *, element_bytes: int, bucket_bytes: int) -> list[list[int]]:

@@ -36,7 +36,7 @@ class Rectangle:
         return tuple(a + b for a, b in zip(self.start, self.size, strict=True))
 
     def narrow(self, dim: int, start: int, size: int) -> Rectangle:
-        """The part [start, start + size) of this box along `dim`, counted from the box's own edge."""
+        """The part [start, start + size) of this box along `dim`, from its own edge."""
         if start < 0 or size < 0 or start + size > self.size[dim]:
             raise IndexError(f"[{start}, {start + size}) of {self.size[dim]} along dim {dim}")
         starts, sizes = list(self.start), list(self.size)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from reparto.config.plan import Plan
@@ -89,34 +90,60 @@ class StateBytes:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def unit_layouts(
-    units: Sequence[Shapes], *, plan: Plan, decays: Mapping[str, bool], gradient_bytes: int
-) -> list[FlatLayout]:
-    """The flat layouts that the plan's data or shard strategy makes of the model's blocks.
+def unit_shapes(blocks: Sequence[Shapes], *, plan: Plan, gradient_bytes: int) -> list[Shapes]:
+    """The parameters that are reduced or gathered together, in the order of the model.
 
-    units           the parameters of every block, in model order
+    blocks          the parameters of every block, in model order; a shared one in its first block
     gradient_bytes  bytes of one element of a reduced gradient
 
-    `shard=parameters` keeps one unit a block, because a block is what is gathered together; the
-    other modes fill buckets of `bucket_bytes`, last parameters first.
+    `none`          buckets of `bucket_bytes` of single parameters, cut from the model's end
+    `optimizer`, `gradients`
+                    whole blocks joined up to `bucket_bytes`, from the end, so that one unit's
+                    gradients are complete before the next one's begin and few buffers live at once
+    `parameters`    one unit a block, because a block is what is gathered together; a block with
+                    less than a twentieth of the mean joins the one after it (the last: before it)
     """
-    shards = plan.num_shards if plan.shard != "none" else 1
+    filled = [dict(block) for block in blocks if block]
     if plan.shard == "parameters":
-        return [flat_layout(unit, decays=decays, num_shards=shards) for unit in units if unit]
-    flat: dict[str, tuple[int, ...]] = {}
-    for unit in units:
-        flat.update(unit)
-    names = list(flat)
+        return _join_small(filled)
+    if plan.shard == "none":
+        filled = [{name: shape} for block in filled for name, shape in block.items()]
     groups = buckets(
-        [_numel(shape) for shape in flat.values()],
+        [sum(map(_numel, block.values())) for block in filled],
         element_bytes=gradient_bytes,
         bucket_bytes=plan.bucket_bytes,
     )
     return [
-        flat_layout(
-            {names[i]: flat[names[i]] for i in sorted(group)}, decays=decays, num_shards=shards
-        )
-        for group in groups
+        {name: shape for index in sorted(group) for name, shape in filled[index].items()}
+        for group in reversed(groups)
+    ]
+
+
+def _join_small(blocks: list[dict[str, tuple[int, ...]]]) -> list[Shapes]:
+    sizes = [sum(map(_numel, block.values())) for block in blocks]
+    least = sum(sizes) / max(1, len(sizes)) / 20
+    units: list[dict[str, tuple[int, ...]]] = []
+    waiting: dict[str, tuple[int, ...]] = {}
+    for block, size in zip(blocks, sizes, strict=True):
+        if size < least:
+            waiting |= block
+            continue
+        units.append(waiting | block)
+        waiting = {}
+    if waiting:
+        if units:
+            units[-1] |= waiting
+        else:
+            units.append(waiting)
+    return list(units)
+
+
+def unit_layouts(blocks: Sequence[Shapes], *, plan: Plan, gradient_bytes: int) -> list[FlatLayout]:
+    """The flat layouts that the plan's data or shard strategy makes of the model's blocks."""
+    shards = plan.num_shards if plan.shard != "none" else 1
+    return [
+        flat_layout(unit, num_shards=shards)
+        for unit in unit_shapes(blocks, plan=plan, gradient_bytes=gradient_bytes)
     ]
 
 
@@ -133,12 +160,14 @@ def reduction_messages(
     plan: Plan,
     compute_dtype: str = "float32",
     master_dtype: str = "float32",
+    kept: Sequence[bool] = (),
 ) -> list[Message]:
     """The data-parallel and sharding messages of one optimizer step.
 
     Gradients are reduced in `master_dtype`; weights travel in `compute_dtype`. Under
-    `shard=parameters` every microbatch gathers each unit for forward and again for backward,
-    except the last unit of forward, which backward takes as it is, and units that stay gathered.
+    `shard=parameters` every microbatch gathers each unit for forward and again for backward. `kept`
+    names the units that the last block of forward uses: backward takes those as they are. Without
+    it that is the last unit alone; a head tied to the embedding makes it the first unit too.
     """
     master, compute = DTYPE_BYTES[master_dtype], DTYPE_BYTES[compute_dtype]
     m = plan.num_microbatches
@@ -197,15 +226,19 @@ def reduction_messages(
                 )
             )
     if plan.shard == "parameters" and plan.num_shards > 1:
-        found += _unshard_messages(layouts, plan=plan, compute_bytes=compute)
+        found += _unshard_messages(
+            layouts,
+            plan=plan,
+            compute_bytes=compute,
+            kept=kept or [index == len(layouts) - 1 for index in range(len(layouts))],
+        )
     return found
 
 
 def _unshard_messages(
-    layouts: Sequence[FlatLayout], *, plan: Plan, compute_bytes: int
+    layouts: Sequence[FlatLayout], *, plan: Plan, compute_bytes: int, kept: Sequence[bool]
 ) -> list[Message]:
     m = plan.num_microbatches
-    last = len(layouts) - 1
     return [
         Message(
             what="weight",
@@ -213,11 +246,10 @@ def _unshard_messages(
             group="shard",
             group_size=layout.num_shards,
             payload_bytes=layout.whole_numel * compute_bytes,
-            # forward and backward gather it, but what forward used last, backward uses first
-            count=m if index == last else 2 * m,
+            count=m if stays else 2 * m,
             hidden_behind="the neighbouring block",
         )
-        for index, layout in enumerate(layouts)
+        for layout, stays in zip(layouts, kept, strict=True)
     ]
 
 
@@ -230,42 +262,47 @@ def state_bytes(
 ) -> StateBytes:
     """Parameter, gradient and optimizer bytes a rank, padding of the flat layout included.
 
-    W = elements of all weights, s = elements of this rank's pieces, one microbatch unless said:
+    W = elements of all weights, s = elements of this rank's pieces, u = the two neighbouring units
+    that are largest together (one is being reduced while the next fills):
 
     | shard | parameters | gradients | optimizer |
     |---|---|---|---|
-    | none | W | W | 2 W |
+    | none | W | W; 2 W if reduced each of several microbatches | 2 W |
     | optimizer | W | W + s | 2 s |
-    | gradients | W | s + the largest unit (W + s with several microbatches and `step`) | 2 s |
-    | parameters | s + gathered units | as above | 2 s |
+    | gradients, parameters | W, s | s + u; W + s if several microbatches are reduced once | 2 s |
 
-    A compute type smaller than the master type adds s (or W) of master weights. Under
-    `shard=parameters` the largest unit and the one gathered ahead of it stand beside the pieces
-    during a step; that transient is not counted here but in the planner's working memory.
+    Reducing each of several microbatches needs one more piece of the largest unit, where the sum of
+    one microbatch arrives. A compute type smaller than the master type adds s (or W) of master
+    weights. Under `shard=parameters` the units gathered for compute, and on gloo the messages of a
+    reduce_scatter before they are added, stand beside this; both are working memory, not state.
     """
     master, compute = DTYPE_BYTES[master_dtype], DTYPE_BYTES[compute_dtype]
-    pieces = sum(layout.piece_numel for layout in layouts)
+    pieces = [layout.piece_numel for layout in layouts]
+    wholes = [layout.whole_numel for layout in layouts]
     natural = sum(_numel(slot.shape) for layout in layouts for slot in layout.slots)
-    largest = max((layout.whole_numel for layout in layouts), default=0)
-    whole = sum(layout.whole_numel for layout in layouts)
     second_copy = compute_dtype != master_dtype
-    sharded = plan.shard != "none"
+    each = plan.num_microbatches > 1 and plan.gradient_sync == "microbatch"
+    once = plan.num_microbatches > 1 and plan.gradient_sync == "step"
+    if plan.shard == "none":
+        return StateBytes(
+            parameters=natural * (compute + (master if second_copy else 0)),
+            gradients=natural * master * (2 if each else 1),
+            optimizer=2 * natural * master,
+        )
+    owned = sum(pieces)
     if plan.shard == "parameters":
-        parameters = pieces * master
-    elif sharded:
-        parameters = natural * compute + (pieces * master if second_copy else 0)
+        parameters = owned * master
     else:
-        parameters = natural * compute + (natural * master if second_copy else 0)
-    if not sharded:
-        gradients = natural * master
-    elif plan.shard == "optimizer" or (
-        plan.num_microbatches > 1 and plan.gradient_sync == "step"
-    ):
-        gradients = (whole + pieces) * master
+        parameters = natural * compute + (owned * master if second_copy else 0)
+    if plan.shard == "optimizer" or once:
+        gradients = sum(wholes) + owned
     else:
-        gradients = (largest + pieces) * master
+        pairs = [a + b for a, b in pairwise(wholes)] or wholes[:1]
+        gradients = owned + max(pairs, default=0)
+    if each:
+        gradients += max(pieces, default=0)
     return StateBytes(
         parameters=parameters,
-        gradients=gradients,
-        optimizer=2 * (pieces if sharded else natural) * master,
+        gradients=gradients * master,
+        optimizer=2 * owned * master,
     )
