@@ -35,8 +35,8 @@ class DataConfig(BaseModel):
     paths: tuple[str, ...] = Field((), strict=False)
     "files, folders and globs of source `text`, relative to the working directory"
     max_bytes: int = Field(0, ge=0)
-    "bytes of text taken over all splits, in whole documents chosen by hash; 0: 8 MiB of the standard"
-    " library, all of any other source"
+    "bytes of text taken over all splits, whole documents chosen by hash; 0: 8 MiB of the standard"
+    " library, all of anything else"
     tokenizer: str = "bpe"
     "`bytes`, `bpe` (trained on this corpus's training documents), or the path of a tokenizer.json"
     vocab_size: int = Field(1024, ge=SMALLEST_VOCABULARY)
