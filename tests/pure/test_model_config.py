@@ -104,7 +104,7 @@ def test_none_means_what_the_heads_imply() -> None:
         ({"num_layers": 4}, ["unknown field 'num_layers'", "nearest: num_hidden_layers"]),
     ],
 )
-def test_wrong_fields_are_refused_in_words(change: dict[str, Any], words: list[str]) -> None:
+def test_wrong_fields_are_refused_in_words(change: dict[str, object], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         model_config_of({**SMALL, **change})  # type: ignore[dict-item]
     for word in words:
@@ -241,7 +241,7 @@ def test_a_published_llama_file_reads_as_its_authors_mean_it() -> None:
     ],
 )
 def test_what_would_compute_otherwise_is_refused(
-    change: dict[str, Any], words: list[str]
+    change: dict[str, object], words: list[str]
 ) -> None:
     with pytest.raises(UserError) as caught:
         from_hf_config({**to_hf_config(preset("1m")), **change}, where="M/config.json")
