@@ -1,4 +1,4 @@
-"""Stage 4, L1: the pipeline as data; who computes which microbatch of what, in which order. No torch.
+"""Stage 4, L1: the pipeline as data, who computes what and in which order. No torch.
 
 | file | one subject |
 |---|---|

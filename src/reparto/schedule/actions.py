@@ -24,7 +24,7 @@ position on the pipeline axis and owns `num_chunks` virtual stages.
 | RECV_B | `2RECV_B0` | the same message arrives, input of `2B0` | `3SEND_B0` |
 | UNSHARD | `2UNSHARD` | gathers the full parameters of stage 2 | |
 | RESHARD | `2RESHARD` | frees them again | last action of stage 2 |
-| REDUCE | `2REDUCE`, `2REDUCE0` | gradients of stage 2 summed over the data ranks | last `2W`; `2W0` |
+| REDUCE | `2REDUCE`, `2REDUCE0` | gradients of stage 2 meet across data ranks | last `2W`; `2W0` |
 
 Messages carry their direction in the op (`_F` activations to the next stage, `_B` gradients to the
 previous one), so that an action stays three fields and its peer follows: `Action.peer_stage`.
@@ -37,6 +37,7 @@ import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from reparto.errors import UserError
 
@@ -58,13 +59,17 @@ class Op(enum.StrEnum):
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"
 
+    # Enum hashes through a Python call; actions are dictionary keys in every inner loop here
+    __hash__ = str.__hash__
+
 
 #: what `generate` emits; the other ops are inserted by `lower`
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 _TO_NEXT = frozenset({Op.SEND_F, Op.RECV_B})
-_OPTIONAL_MICROBATCH = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE})
+#: what belongs to a stage, not to a microbatch; REDUCE may name one
+WHOLE_STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE})
 _ACTION = re.compile(r"([0-9]+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")([0-9]*)")
 
 
@@ -89,7 +94,7 @@ class Action:
         found = _ACTION.fullmatch(text)
         if found is not None:
             op = Op(found[2])
-            if found[3] or op in _OPTIONAL_MICROBATCH:
+            if found[3] or op in WHOLE_STAGE_OPS:
                 return cls(int(found[1]), op, int(found[3]) if found[3] else WHOLE_STEP)
         raise UserError(
             f"{text!r} is not an action",
@@ -148,15 +153,20 @@ class Schedule:
             return self.num_ranks - 1 - position
         return position
 
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """`owner` of every virtual stage, for inner loops."""
+        return tuple(map(self.owner, range(self.num_stages)))
+
     def chunk(self, pipeline_stage: int) -> int:
         """Which of its rank's chunks a virtual stage is, 0 .. num_chunks - 1."""
         return pipeline_stage // self.num_ranks
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a rank, in the order in which a microbatch meets them."""
-        return tuple(stage for stage in range(self.num_stages) if self.owner(stage) == rank)
+        return tuple(stage for stage, owner in enumerate(self.owners) if owner == rank)
 
-    @property
+    @cached_property
     def lowered(self) -> bool:
         """True when the lists hold more than computing: `lower` or an author put it there."""
         return any(action.op not in COMPUTE_OPS for row in self.ranks for action in row)
