@@ -1,0 +1,354 @@
+"""The run: everything that decides a training run, as one frozen value with the stages' tables.
+
+A run is read from TOML, changed by `--plan` and `--set`, resolved (nothing left to a default that
+could change tomorrow) and written back as `run.toml`. `resume_changes` says what may differ when a
+run is taken up again.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from reparto.config.data import DataConfig
+from reparto.config.huggingface import from_hf_config
+from reparto.config.model import PRESETS, ModelConfig, Scalar, model_config_of, preset
+from reparto.config.plan import Plan
+from reparto.config.validate import build
+from reparto.errors import UserError, nearest_word
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Objective(_Table):
+    """What counts as success, declared before the run."""
+
+    metric: Literal["validation_loss", "loss"] = "validation_loss"
+    "the figure that is judged at the end, in nats a token"
+    at_most: float | None = Field(None, strict=False)
+    "the run reached its objective if the metric is at most this; unset: nothing is judged"
+
+
+class ModelTable(_Table):
+    """Which model. A preset, or sizes of your own; any size given here replaces the preset's."""
+
+    preset: str = "1m"
+    "name of a model of this package: 1m, 10m, 50m, 300m, 1b"
+    source: Literal["reparto", "huggingface"] = "reparto"
+    "reparto: our decoder; huggingface: a model built by transformers from `config`"
+    config: str | None = None
+    "path of a Hugging Face config.json; its sizes replace the preset"
+    weights: str | None = None
+    "folder of Hugging Face safetensors to start from"
+    vocab_size: int | None = Field(None, gt=0)
+    "rows of the embedding, in tokens; default: the tokenizer's size"
+    hidden_size: int | None = Field(None, gt=0)
+    "elements a token in the residual stream"
+    intermediate_size: int | None = Field(None, gt=0)
+    "elements a token inside the feed-forward part"
+    num_hidden_layers: int | None = Field(None, gt=0)
+    "decoder layers"
+    num_attention_heads: int | None = Field(None, gt=0)
+    "query heads a layer"
+    num_key_value_heads: int | None = Field(None, gt=0)
+    "key and value heads a layer"
+    head_dim: int | None = Field(None, gt=0)
+    "elements of one head"
+    rope_theta: float | None = Field(None, gt=0, strict=False)
+    "base of the rotary wavelengths"
+    tie_word_embeddings: bool | None = None
+    "whether the head is the embedding table"
+    dropout: float | None = Field(None, ge=0, lt=1, strict=False)
+    "share of elements dropped from what each half-layer adds"
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in PRESETS:
+            raise UserError(
+                f"no preset is called `{name}`",
+                legal=", ".join(PRESETS),
+                nearest=nearest_word(name, PRESETS) or "10m",
+            )
+        return name
+
+    def resolved(self, vocab_size: int) -> ModelConfig:
+        """The model's sizes for a tokenizer of `vocab_size` kinds.
+
+        Raises `UserError` when the model's vocabulary is smaller than the tokenizer's.
+        """
+        base = self._base()
+        fields: dict[str, Scalar] = base.model_dump()
+        changed = {"hidden_size", "num_attention_heads", "num_key_value_heads"}
+        for name in ModelConfig.model_fields:
+            value = getattr(self, name, None)
+            if value is not None:
+                fields[name] = value
+        if self.head_dim is None and any(getattr(self, name) is not None for name in changed):
+            fields["head_dim"] = None
+        if self.num_key_value_heads is None and self.num_attention_heads is not None:
+            fields["num_key_value_heads"] = None
+        if self.vocab_size is None and self.config is None:
+            fields["vocab_size"] = vocab_size
+        found = model_config_of(fields)
+        if found.vocab_size < vocab_size:
+            raise UserError(
+                f"{found.vocab_size} rows, but the tokenizer makes {vocab_size} kinds of token",
+                where="model.vocab_size",
+                legal=f">= {vocab_size}",
+                nearest=str(vocab_size),
+            )
+        return found
+
+    def _base(self) -> ModelConfig:
+        if self.config is None:
+            return preset(self.preset)
+        try:
+            raw = json.loads(Path(self.config).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self.config}: {error.strerror}", where="model.config"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{self.config} is not JSON: {error}", where="model.config") from error
+        if not isinstance(raw, dict):
+            raise UserError(f"{self.config} is no JSON object", where="model.config")
+        return from_hf_config(raw, where=self.config)
+
+
+class Compute(_Table):
+    """Stage 2: local forward and backward."""
+
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    "type of forward and backward; sums, updates and moments are float32 (float64 for float64)"
+    compile: bool = False
+    "compile every block with torch.compile"
+    threads: int = Field(0, ge=0)
+    "threads of one worker; 0: cores of this host divided by its workers"
+
+    @property
+    def master(self) -> str:
+        """Type of master weights, reduced gradients and moments."""
+        return "float64" if self.precision == "float64" else "float32"
+
+
+class Communicate(_Table):
+    """Stage 3: what carries tensors between ranks."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    "auto: nccl where there are enough GPUs, else gloo"
+    timeout_s: float = Field(60.0, gt=0, strict=False)
+    "seconds after which a collective that a rank has not joined is a fault"
+    check: Literal["step", "collective"] = "step"
+    "step: ranks compare a fingerprint of their collectives once a step; collective: before each "
+    "one, which costs a round trip to the store and names the first that differs"
+
+
+class Synchronize(_Table):
+    """Stage 4: how gradients become updates."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    "the update rule"
+    learning_rate: float = Field(1e-3, gt=0, strict=False)
+    "highest rate of the schedule"
+    learning_rate_schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = (
+        "warmup-cosine"
+    )
+    "how the rate goes over optimizer steps"
+    warmup_steps: int = Field(20, ge=0)
+    "optimizer steps over which the rate rises to its highest"
+    final_share: float = Field(0.0, ge=0, le=1, strict=False)
+    "rate of the last step as a share of the highest"
+    beta1: float = Field(0.9, ge=0, lt=1, strict=False)
+    "decay of the first moment"
+    beta2: float = Field(0.95, ge=0, lt=1, strict=False)
+    "decay of the second moment"
+    eps: float = Field(1e-8, gt=0, strict=False)
+    "added to the root of the second moment"
+    weight_decay: float = Field(0.1, ge=0, strict=False)
+    "decoupled decay of matrices; norm weights and biases never decay"
+    clip_norm: float = Field(1.0, ge=0, strict=False)
+    "largest global gradient norm; 0 does not clip"
+    label_smoothing: float = Field(0.0, ge=0, lt=1, strict=False)
+    "share of the target spread over the vocabulary"
+    max_skipped: int = Field(10, ge=1)
+    "steps in a row that may be skipped because they are not finite, before the run stops"
+
+
+class Recover(_Table):
+    """Stage 5: what survives."""
+
+    checkpoint_every: int = Field(100, ge=0)
+    "steps between checkpoints; 0: only at the end"
+    keep: int = Field(3, ge=1)
+    "checkpoints that are kept"
+    evaluate_every: int = Field(0, ge=0)
+    "steps between evaluations; 0: only at the end"
+    max_restarts: int = Field(0, ge=0)
+    "automatic restarts after a fault"
+
+
+class Guard(_Table):
+    """A signal that is watched while the run goes on."""
+
+    signal: str
+    above: float | None = Field(None, strict=False)
+    below: float | None = Field(None, strict=False)
+    window: int = Field(50, ge=1)
+    owner: str = ""
+    action: Literal["warn", "skip", "rollback", "stop"] = "warn"
+
+
+class Run(_Table):
+    """A whole run. Without a file this is the demo."""
+
+    name: str = "first-run"
+    "what people call it; letters, digits, dot, dash and underscore"
+    owner: str = ""
+    "the person who answers for it; default: the user who starts it"
+    seed: int = Field(1, ge=0)
+    "from which initial weights, sample order and dropout grow"
+    steps: int = Field(300, ge=1)
+    "length of the training in optimizer steps; schedules are made for it"
+    objective: Objective = Objective()
+    model: ModelTable = ModelTable()
+    data: DataConfig = DataConfig()
+    partition: Plan = Plan(data=2, shard="parameters")
+    compute: Compute = Compute()
+    communicate: Communicate = Communicate()
+    synchronize: Synchronize = Synchronize()
+    recover: Recover = Recover()
+    guard: tuple[Guard, ...] = Field((), strict=False)
+
+    @field_validator("name")
+    @classmethod
+    def _safe_name(cls, name: str) -> str:
+        allowed = name and all(one.isalnum() or one in "._-" for one in name)
+        if not allowed or name.startswith(".") or len(name) > 80:
+            raise UserError(
+                f"`{name[:80]}` cannot be part of a file name",
+                legal="1 to 80 letters, digits, dots, dashes and underscores, no dot in front",
+                nearest="first-run",
+            )
+        return name
+
+    def to_toml(self) -> str:
+        """The run as TOML; `read_run(text)` gives an equal run."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+
+def _without_none(values: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if value is None or (key == "guard" and not value):
+            continue
+        found[key] = _without_none(value) if isinstance(value, Mapping) else value
+    return found
+
+
+def read_run(path: Path | None, *, plan: str | None = None, settings: Sequence[str] = ()) -> Run:
+    """The run of a file (or the default run), with `--plan` and `--set` applied.
+
+    plan      text or file; replaces the whole `[partition]` table
+    settings  `a.b=value` pairs; values are TOML, or plain text where that fails
+    """
+    values: dict[str, object] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"is not UTF-8 at byte {error.start}", where=str(path)) from error
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"is not TOML: {error}", where=str(path)) from error
+    for setting in settings:
+        _set(values, setting)
+    if plan is not None:
+        values["partition"] = Plan.parse(plan).model_dump()
+    run = build(Run, values)
+    _refuse_unbuilt(run)
+    return run
+
+
+def _set(values: dict[str, object], setting: str) -> None:
+    key, equals, raw = setting.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(
+            f"`{setting}` is not `table.key=value`",
+            where="--set",
+            legal="--set recover.checkpoint_every=10",
+        )
+    table = values
+    for part in parts[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"`{part}` is a value, not a table", where=f"--set {key}")
+        table = inner
+    table[parts[-1]] = _toml_value(raw.strip())
+
+
+def _toml_value(raw: str) -> object:
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _refuse_unbuilt(run: Run) -> None:
+    if run.guard:
+        raise UserError(
+            "guards are not built yet, so this table would be ignored",
+            where="[[guard]]",
+            nearest="remove the [[guard]] tables",
+        )
+    if run.model.source == "huggingface":
+        raise UserError(
+            "models of transformers are not built yet",
+            where="model.source",
+            legal="reparto",
+            nearest="reparto",
+        )
+    for value, where, what in (
+        (run.model.weights, "model.weights", "starting from Hugging Face weights"),
+        (run.compute.compile, "compute.compile", "compiling blocks"),
+        (run.recover.max_restarts, "recover.max_restarts", "automatic restart"),
+    ):
+        if value:
+            raise UserError(f"{what} is not built yet", where=where, nearest="leave it out")
+
+
+#: tables and keys that a resume may change without being asked
+_FREE = ("partition", "communicate", "recover", "guard", "objective", "name", "owner")
+_FREE_KEYS = ("compute.threads", "compute.compile", "data.loader_workers")
+
+
+def resume_changes(old: Run, new: Run) -> list[tuple[str, object, object]]:
+    """`(key, old value, new value)` of everything that a resume must not change unasked."""
+    changes: list[tuple[str, object, object]] = []
+    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
+    for key in sorted(before.keys() | after.keys()):
+        if key.split(".")[0] in _FREE or key in _FREE_KEYS:
+            continue
+        if before.get(key) != after.get(key):
+            changes.append((key, before.get(key), after.get(key)))
+    return changes
+
+
+def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flatten(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

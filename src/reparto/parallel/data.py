@@ -1,0 +1,231 @@
+"""Data parallelism: every rank has the whole model and a part of the batch.
+
+Equation.  grad = (1 / T) sum over ranks r, microbatches i of  d(loss sum of (r, i)) / d weight,
+           T = valid tokens of the whole batch. Sums are reduced; the division by T comes once, at
+           the update, so no split of the batch can change the result.
+
+| what | collective | when | bytes a step, a rank |
+|---|---|---|---|
+| gradients | all_reduce, in buckets | a bucket is ready | payload 4 W, wire 8 (n-1)/n W |
+
+Hidden behind the rest of backward.
+(W = number of weights; fp32.)
+
+It pays while the reduction of one bucket takes less than the backward of the layers before it:
+8 (n-1)/n W / bandwidth  <  4 W T_rank / speed,  that is  tokens a rank > 2 speed / bandwidth
+(speed in FLOP/s, bandwidth in bytes/s). Source: the counts of Rajbhandari et al. 2020 (ZeRO),
+section 3, and 4 FLOPs a weight and token in backward. Below that, use larger batches or more
+accumulation, or shard the model instead.
+
+Gradients live as views in bucket memory, so nothing is copied before it is sent. Buckets leave in a
+fixed order, last layers first, whatever order gradients become ready in, so ranks cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from reparto.comm.collectives import Communicator, Handle
+from reparto.comm.mesh import Mesh
+from reparto.config.plan import Plan
+from reparto.parallel.flat import Owned, put_parameters
+from reparto.parallel.gradients import Readiness
+from reparto.partition.flat import FlatLayout, Slot
+from reparto.partition.tensors import Placement, Table
+from reparto.trace import Kind
+
+Initial = Callable[[str], Tensor]
+
+_REDUCED_OVER = ("replicas", "data", "context")
+
+
+def reduce_naively(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
+    """The naive twin: when backward is over, reduce the gradients one by one, and wait for each.
+
+    The shortest correct version. It is the test oracle of `Buckets` and the baseline of benchmarks.
+    """
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad, tag=f"gradient {index}").wait()
+
+
+class Bucket:
+    """Weights and gradients that are reduced together."""
+
+    def __init__(
+        self, layout: FlatLayout, *, master: torch.dtype, device: torch.device, keep_sum: bool
+    ) -> None:
+        self.layout = layout
+        self.gradient = torch.zeros(layout.whole_numel, dtype=master, device=device)
+        self.total = torch.zeros_like(self.gradient) if keep_sum else self.gradient
+        "the sum over reduced windows; the same memory where there is one window a step"
+        self.waiting = 0
+        self.handle: Handle | None = None
+
+    def view(self, slot: Slot, buffer: Tensor) -> Tensor:
+        return buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+class Buckets:
+    """Data parallelism with buckets that are reduced while backward goes on.
+
+    A step, in the order of calls:
+
+        begin_step       gradients are zero
+        begin_window     -> contributed / ready fire during backward; a full bucket leaves
+        end_window       waits for all buckets; with `gradient_sync=microbatch` adds them up
+        owned            what the optimizer updates
+        publish          weights of the compute type follow the master weights
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layouts: Sequence[FlatLayout],
+        mesh: Mesh,
+        plan: Plan,
+        table: Table,
+        initial: Initial,
+        compute: torch.dtype,
+        master: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`initial(name)` is the whole initial tensor; parameters of `model` may be on `meta`.
+
+        layouts  flat memory of the trainable parameters, in model order (`partition/volume.py`)
+        compute  type of forward and backward; `master` that of sums, updates and moments
+        """
+        self._group = mesh.group("reduce")
+        self._ring = mesh.ring
+        self._windows = plan.num_microbatches if plan.gradient_sync == "microbatch" else 1
+        self._compute, self._master = compute, master
+        self._table = table
+        # last layers first: the order in which buckets fill, and the order in which they leave
+        self.buckets = [
+            Bucket(layout, master=master, device=device, keep_sum=self._windows > 1)
+            for layout in reversed(layouts)
+        ]
+        self._bucket_of: dict[str, tuple[Bucket, Slot]] = {
+            slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots
+        }
+        self._masters: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+
+        def materialise(name: str, old: nn.Parameter) -> Tensor:
+            first = initial(name)
+            self._masters[name] = first.to(device=device, dtype=master, copy=True)
+            same = compute == master
+            weight = self._masters[name] if same else self._masters[name].to(compute)
+            self._weights[name] = weight
+            return weight
+
+        put_parameters(model, materialise)
+        self._parameters = dict(model.named_parameters())
+        self._next = 0
+        self.readiness = Readiness(self._parameters, self)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        for bucket in self.buckets:
+            bucket.total.zero_()
+
+    def begin_window(self, num_microbatches: int) -> None:
+        """Start collecting `num_microbatches` contributions for one reduction."""
+        self._next = 0
+        for bucket in self.buckets:
+            if bucket.total is not bucket.gradient:
+                bucket.gradient.zero_()
+            bucket.waiting = len(bucket.layout.slots)
+        if self._compute == self._master:
+            for name, (bucket, slot) in self._bucket_of.items():
+                self._parameters[name].grad = bucket.view(slot, bucket.gradient)
+        self.readiness.begin_window(num_microbatches)
+
+    def contributed(self, name: str, parameter: Tensor) -> None:
+        """In the master type autograd has added into the bucket already; else add and drop."""
+        gradient = parameter.grad
+        bucket, slot = self._bucket_of[name]
+        view = bucket.view(slot, bucket.gradient)
+        assert gradient is not None
+        if gradient.data_ptr() == view.data_ptr():
+            return
+        view.add_(gradient)  # fp32 sum of bf16 terms
+        parameter.grad = view if self._compute == self._master else None
+
+    def ready(self, name: str) -> None:
+        self._bucket_of[name][0].waiting -= 1
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
+            bucket = self.buckets[self._next]
+            bucket.handle = self._group.all_reduce(bucket.gradient, tag=f"gradient {self._next}")
+            self._next += 1
+
+    def end_microbatch(self) -> None:
+        """Nothing to free: weights and gradients stay where they are."""
+
+    def end_window(self) -> tuple[str, ...]:
+        """Wait for every bucket. Returns the names the loss did not reach."""
+        untouched = self.readiness.end_window()
+        with self._ring.span(Kind.REDUCE, "buckets"):
+            for bucket in self.buckets:
+                if bucket.handle is not None:
+                    bucket.handle.wait()
+                    bucket.handle = None
+                if bucket.total is not bucket.gradient:
+                    bucket.total.add_(bucket.gradient)
+        return untouched
+
+    # -- after it ------------------------------------------------------------------------------
+
+    def owned(self) -> list[Owned]:
+        """All trainable parameters, whole. The norm is counted by one rank of each parameter."""
+        found = []
+        for index, (name, (bucket, slot)) in enumerate(self._bucket_of.items()):
+            placement = self._table[name]
+            found.append(
+                Owned(
+                    name=name,
+                    rectangle=placement.held[0],
+                    weight=self._masters[name],
+                    gradient=bucket.view(slot, bucket.total),
+                    decays=placement.decays,
+                    counts=index % self._group.size == self._group.index,
+                )
+            )
+        return found
+
+    def publish(self) -> None:
+        """Give compute the updated weights."""
+        if self._compute != self._master:
+            for name, weight in self._weights.items():
+                weight.copy_(self._masters[name])
+
+    def full_weight(self, name: str) -> Tensor:
+        """The whole master weight; no communication, but call it on every rank all the same."""
+        return self._masters[name]
+
+    def full_gradient(self, name: str) -> Tensor:
+        """The whole reduced gradient."""
+        bucket, slot = self._bucket_of[name]
+        return bucket.view(slot, bucket.total)
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes really held: `(weights, gradients at their peak)`."""
+        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                   for t in [*self._masters.values(), *self._weights.values()]}  # fmt: skip
+        gradients = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                     for b in self.buckets for t in (b.gradient, b.total)}  # fmt: skip
+        return sum(weights.values()), sum(gradients.values())
+
+
+def place(table: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The table under data parallelism: nothing is cut, gradients are partial sums."""
+    return {
+        name: one.with_(partial_over=(*one.partial_over, *_REDUCED_OVER))
+        for name, one in table.items()
+    }
