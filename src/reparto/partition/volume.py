@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from reparto.config.plan import Plan
@@ -262,47 +261,64 @@ def state_bytes(
 ) -> StateBytes:
     """Parameter, gradient and optimizer bytes a rank, padding of the flat layout included.
 
-    W = elements of all weights, s = elements of this rank's pieces, u = the two neighbouring units
-    that are largest together (one is being reduced while the next fills):
+    W = elements of all weights, s = elements of this rank's pieces:
 
-    | shard | parameters | gradients | optimizer |
+    | shard | parameters | gradients, at their peak | optimizer |
     |---|---|---|---|
     | none | W | W; 2 W if reduced each of several microbatches | 2 W |
     | optimizer | W | W + s | 2 s |
-    | gradients, parameters | W, s | s + u; W + s if several microbatches are reduced once | 2 s |
+    | gradients | W | s and the unit that fills beside the one that is sent | 2 s |
+    | parameters | s | the same | 2 s |
 
-    Reducing each of several microbatches needs one more piece of the largest unit, where the sum of
-    one microbatch arrives. A compute type smaller than the master type adds s (or W) of master
-    weights. Under `shard=parameters` the units gathered for compute, and on gloo the messages of a
-    reduce_scatter before they are added, stand beside this; both are working memory, not state.
+    Several microbatches that are reduced once keep the full gradients of all units until then.
+    A compute type smaller than the master type adds s (or W) of master weights. Under
+    `shard=parameters` the units gathered for compute, and on gloo the messages of a reduce_scatter
+    before they are added, stand beside this; both are working memory, not state.
     """
     master, compute = DTYPE_BYTES[master_dtype], DTYPE_BYTES[compute_dtype]
-    pieces = [layout.piece_numel for layout in layouts]
-    wholes = [layout.whole_numel for layout in layouts]
     natural = sum(_numel(slot.shape) for layout in layouts for slot in layout.slots)
     second_copy = compute_dtype != master_dtype
     each = plan.num_microbatches > 1 and plan.gradient_sync == "microbatch"
-    once = plan.num_microbatches > 1 and plan.gradient_sync == "step"
     if plan.shard == "none":
         return StateBytes(
             parameters=natural * (compute + (master if second_copy else 0)),
             gradients=natural * master * (2 if each else 1),
             optimizer=2 * natural * master,
         )
-    owned = sum(pieces)
+    owned = sum(layout.piece_numel for layout in layouts)
     if plan.shard == "parameters":
         parameters = owned * master
     else:
         parameters = natural * compute + (owned * master if second_copy else 0)
-    if plan.shard == "optimizer" or once:
-        gradients = sum(wholes) + owned
-    else:
-        pairs = [a + b for a, b in pairwise(wholes)] or wholes[:1]
-        gradients = owned + max(pairs, default=0)
-    if each:
-        gradients += max(pieces, default=0)
     return StateBytes(
         parameters=parameters,
-        gradients=gradients * master,
+        gradients=_peak_gradient_numel(layouts, plan) * master,
         optimizer=2 * owned * master,
     )
+
+
+def _peak_gradient_numel(layouts: Sequence[FlatLayout], plan: Plan) -> int:
+    """Replays one step of `parallel/zero.py`: units fill and leave from the last to the first."""
+    windows = plan.num_microbatches if plan.gradient_sync == "microbatch" else 1
+    frees = plan.shard != "optimizer"
+    order = list(reversed(layouts))
+    buffers: dict[int, int] = {}
+    pieces: dict[int, int] = {}
+    peak = 0
+    for window in range(windows):
+        if plan.num_microbatches > windows:  # every unit has filled before the last microbatch
+            buffers = {index: layout.whole_numel for index, layout in enumerate(order)}
+        for index, layout in enumerate(order):
+            arriving = order[index - 1].piece_numel if window and index else 0
+            buffers[index] = layout.whole_numel
+            peak = max(peak, sum(buffers.values()) + sum(pieces.values()) + arriving)
+            if frees and index:
+                del buffers[index - 1]
+            pieces[index] = layout.piece_numel
+            arriving = layout.piece_numel if window else 0
+            if window and not frees:  # nothing is waited for until the window ends
+                arriving = sum(one.piece_numel for one in order[: index + 1])
+            peak = max(peak, sum(buffers.values()) + sum(pieces.values()) + arriving)
+        if frees:
+            buffers.clear()
+    return peak
