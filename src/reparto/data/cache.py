@@ -32,7 +32,7 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
     Raises `UserError` when the place cannot be written to.
     """
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
             write(building)
@@ -49,6 +49,13 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
             where="cache folder",
             nearest="set XDG_CACHE_HOME to a folder with room that you may write to",
         ) from error
+
+
+def _make_private(folder: Path) -> None:
+    """The folder and its missing parents, mode 0700 (`mkdir(parents=True)` does not pass it on)."""
+    if not folder.parent.is_dir():
+        _make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def create(path: Path) -> BinaryIO:

@@ -118,20 +118,26 @@ def _within(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
 
 
 def _assign(entries: Sequence[Entry], validation: float, confirmation: float) -> list[Entry]:
-    """Split by the first 8 bytes of the hash; a wanted split is never empty if it can be helped."""
+    """Split by the first 8 bytes of the hash.
+
+    Of few documents, some are moved so that training, validation and confirmation, in this order
+    of precedence, are not empty.
+    """
     of: dict[bytes, Split] = {}
     for entry in entries:
         if entry.split is not None:
             u = int.from_bytes(entry.digest[:8], "big") / 2.0**64
             held_out: Split = "validation" if u < validation else "confirmation"
             of[entry.digest] = held_out if u < validation + confirmation else "train"
-    wanted: list[Split] = ["train"]
-    wanted += ["validation"] if validation else []
-    wanted += ["confirmation"] if confirmation else []
-    for split in wanted:
+    shares = {"train": 1.0, "validation": validation, "confirmation": confirmation}
+    for rank, split in enumerate(SPLITS):
         counts = Counter(of.values())
-        donors = [digest for digest in sorted(of) if counts[of[digest]] > 1]
-        if not counts[split] and donors:
+        donors = [
+            digest
+            for digest in sorted(of)
+            if counts[of[digest]] > 1 or SPLITS.index(of[digest]) > rank
+        ]
+        if shares[split] and not counts[split] and donors:
             of[donors[0]] = split
     return [e if e.split is None else replace(e, split=of[e.digest]) for e in entries]
 

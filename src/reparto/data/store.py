@@ -5,11 +5,11 @@ One folder holds one corpus encoded by one tokenizer:
 | file | content |
 |---|---|
 | `tokens.json` | the header: dtype, groups, and of each split counts, entropy and digests |
-| `SPLIT.tokens` | ids, little-endian uint16 (vocabularies to 65,536) or uint32, all documents in
-a row, each with its end-of-document token |
+| `SPLIT.tokens` | ids, each document with its end-of-document token, all documents in a row |
 | `SPLIT.documents` | int64 pairs, one a document: end offset in tokens, index of its group |
 | `SPLIT.counted` | uint8 a token, 1 where it is a label; only where some token is none |
 
+All little-endian; ids are uint16 for vocabularies up to 65,536 and uint32 above.
 Mapped, 1e9 tokens cost 2 GB of page cache shared by all ranks of a host, and no start-up time.
 Rejected: numpy's own file format (its reader can execute pickles), and one JSON with the offsets
 (15 MB a million documents, parsed by each rank).
@@ -26,10 +26,10 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from reparto.data.cache import create, create_json
-from reparto.data.split import Split
+from reparto.data.split import SPLITS, Split
 from reparto.errors import UserError
 
 FORMAT = "reparto-tokens/1"
@@ -91,10 +91,15 @@ class Header(BaseModel):
     "of the token files"
     groups: tuple[str, ...] = Field(strict=False)
     "names of the groups, in the order of their indices"
-    warnings: tuple[str, ...] = Field(strict=False)
-    "what the user should know about this corpus"
     splits: dict[Split, SplitHeader]
     "one entry a split"
+
+    @model_validator(mode="after")
+    def _has_all_splits(self) -> Header:
+        missing = [split for split in SPLITS if split not in self.splits]
+        if missing:
+            raise ValueError(f"no split {', '.join(missing)}")
+        return self
 
 
 class SplitWriter:
@@ -256,8 +261,12 @@ def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[np.generic]:
         raise UserError(f"cannot read {path}: {error.strerror}", where=str(path.parent)) from error
 
 
-def damaged_files(folder: Path, header: Header) -> list[str]:
+def damaged_files(folder: Path) -> list[str]:
     """Names of training and validation files whose content is not what was written (1.7 GB/s)."""
+    try:
+        header = read_header(folder)
+    except UserError:
+        return [HEADER]
     damaged = []
     for split in ("train", "validation"):
         for kind, digest in header.splits[split].digests.items():
