@@ -159,14 +159,13 @@ def _walk(lines: list[bytes], key: bytes) -> Iterator[Line]:
     for number, text in enumerate(lines, start=1):
         line, line_prev, seal = _decode(text)
         if line.seq != number:
-            there = any(_has_seq(other, number) for other in lines[number:])
-            raise _Bad(
-                f"reordered: it says it is line {line.seq}, and line {number} stands further down"
-                if there
-                else f"removed: it says it is line {line.seq}, and line {number} is gone"
-                if line.seq > number
-                else f"inserted: it says it is line {line.seq}, which stands further up"
-            )
+            if line.seq < number:
+                fault = f"repeated: it says it is line {line.seq}, which stands further up"
+            elif any(_has_seq(other, number) for other in lines[number:]):
+                fault = f"reordered: it says it is line {line.seq}; line {number} is further down"
+            else:
+                fault = f"removed: line {number} is gone; this one says it is line {line.seq}"
+            raise _Bad(fault)
         if not hmac.compare_digest(seal, _seal(key, line.digest)):
             raise _Bad("not sealed with this key: another run's line, a forged one, or a wrong key")
         if line_prev != prev:
