@@ -168,6 +168,25 @@ class Communicator:
         sequence = self._start(Collective.BARRIER, None, tag)
         return Handle(self, self._transport.barrier(), sequence, tag)
 
+    def exchange(self, data: bytes, *, tag: str) -> list[bytes]:
+        """Everyone's bytes, in group order. For small, rare things: digests, errors, lists.
+
+        Two collectives, sizes first; the content is never interpreted here.
+        """
+        if self._transport is None:
+            return [data]
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(sizes, torch.tensor([len(data)]), tag=f"{tag} sizes").wait()
+        longest = max(1, int(sizes.max()))
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = torch.empty(self.size, longest, dtype=torch.uint8)
+        self.all_gather(rows, mine, tag=tag).wait()
+        return [
+            bytes(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)
+        ]
+
     # -- records -------------------------------------------------------------------------------
 
     def _start(self, op: Collective, tensor: Tensor | None, tag: str) -> int:

@@ -25,9 +25,9 @@ from reparto.config.run import Synchronize
 from reparto.parallel.compose import Parallel
 from reparto.parallel.pipeline import Executor
 from reparto.schedule.generate import generate
+from reparto.trace import Kind
 from reparto.train.agree import Agreed, Word, agree
 from reparto.train.optim import AdamW, clip_coefficient, learning_rate, square_sum
-from reparto.trace import Kind
 
 Batch = TypeVar("Batch")
 LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
