@@ -35,9 +35,7 @@ class UserError(RepartoError, ValueError):
 
     exit_code: ClassVar[int] = 2
 
-    def __init__(
-        self, what: str, *, where: str = "", legal: str = "", nearest: str = ""
-    ) -> None:
+    def __init__(self, what: str, *, where: str = "", legal: str = "", nearest: str = "") -> None:
         self.what = what
         self.where = where
         self.legal = legal
@@ -75,6 +73,10 @@ class Fault(RepartoError):
     """
 
     exit_code: ClassVar[int] = 4
+
+
+class PeerLost(Fault):
+    """A collective broke because another rank is gone or late: a consequence, rarely the cause."""
 
 
 def nearest_word(word: str, words: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from reparto.comm.backend import Done, Transport, Work
-from reparto.errors import Fault
+from reparto.errors import PeerLost
 from reparto.trace import Collective, Kind, Ring
 
 
@@ -214,12 +214,12 @@ class Communicator:
             digest=digest,
         )
 
-    def fault(self, tag: str, error: Exception) -> Fault:
+    def fault(self, tag: str, error: Exception) -> PeerLost:
         """The error of a broken collective, naming what torch does not: rank, step, tag, peers."""
         ring = self.ring
         peers = ", ".join(str(rank) for rank in self.ranks if rank != ring.rank)
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Fault(
+        return PeerLost(
             f"rank {ring.rank}, step {ring.step}: collective `{tag}` in group `{self.name}` "
             f"with rank {peers} failed: {cause}"
         )
