@@ -195,7 +195,9 @@ class Costs:
         if job.software.flash:
             span = model.attention_span(job.sequence_length)
             flops = 2 * tokens * span * heads * widths
-            forward = self.kernels.attention_s(flops, widths / 2, span)
+            forward = self.kernels.attention_s(
+                flops, widths / 2, span, kernel=job.software.flash_kernel
+            )
             # backward makes five products where forward makes two (Dao 2023, section 3.1.2)
             return Cost(forward_s=forward, input_s=2.5 * forward)
         scores = tokens * job.sequence_length * heads
@@ -227,10 +229,25 @@ class Costs:
                 tokens * (2 * model.hidden + model.heads * model.head_dim / t + inner / t)
                 + (model.attention_parameters + model.ffn_matrices * model.hidden * inner) / t
             )
+        # a weight gradient of its own, then added: written, read, sum read and written
+        gradient = job.software.gradient_bytes
+        each = 2 * gradient if job.software.fused_accumulation else self.constants["accumulate"]
+        held = self._held(job, moe)
         return Cost(
             forward_s=self.kernels.pass_s(forward + casts),
             input_s=self.kernels.pass_s(1.6 * forward + casts),
+            weight_s=self.kernels.pass_s(each * held),
         )
+
+    @staticmethod
+    def _held(job: Job, moe: bool) -> float:
+        """Elements of one layer's weights on a rank."""
+        model, plan = job.model, job.plan
+        if not moe:
+            return model.layer_parameters(False) / plan.tensor
+        routed = model.experts * model.expert_parameters
+        rest = model.layer_parameters(True) - routed
+        return (rest + routed / plan.expert) / plan.tensor
 
     def _not_faster_than_host(self, job: Job, cost: Cost) -> Cost:
         """Kernels cannot run faster than the host starts them."""
@@ -253,16 +270,22 @@ class Costs:
             hidden = 1.0
             if job.software.overlap_tensor:
                 hidden = 1 - self.constants["tensor_overlap"]
-            one = self.links.collective_s(
-                "all_reduce", tokens * model.hidden * width, job.group("tensor")
-            )
+            payload = tokens * model.hidden * width
+            group = job.group("tensor")
+            if plan.sequence_parallel:
+                one = sum(
+                    self.links.collective_s(op, payload, group)
+                    for op in ("all_gather", "reduce_scatter")
+                )
+            else:
+                one = self.links.collective_s("all_reduce", payload, group)
             forward["tensor"] = backward["tensor"] = 2 * one * hidden
         if plan.context > 1:
             forward["context"], backward["context"] = self._context_s(job)
         if moe and plan.expert > 1:
-            payload = tokens * model.active_experts * model.hidden
-            one = self.links.collective_s("all_to_all", payload * width, job.group("expert"))
-            forward["expert"] = backward["expert"] = 2 * one
+            payload = tokens * model.hidden * width
+            one = self.links.dispatch_s(payload, model.active_experts, job.group("expert"))
+            forward["expert"] = backward["expert"] = 2 * one * self.constants["expert_exposed"]
         exposed: dict[str, float] = {}
         for axis in forward:
             exposed[axis] = forward[axis] * (2 if recompute else 1) + backward[axis]

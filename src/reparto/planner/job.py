@@ -31,6 +31,12 @@ class Software:
     "bytes of one element of a gradient as it is accumulated and reduced"
     dropout: bool = False
     "keeps dropout masks"
+    fused_accumulation: bool = True
+    "a weight gradient is added to the accumulated one inside its matmul"
+    flash_kernel: str = "vendor"
+    "whose flash kernel: first (2022, Triton), second (FlashAttention 2), vendor (cuDNN and later)"
+    scatter_messages: bool = True
+    "tensor ranks each send a part of what goes to the next pipeline stage"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ for the device they are about to rent; a cluster file from `probe` is that table
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from reparto.config.cluster import Accelerator, Measured
 from reparto.planner.constants import Constants
@@ -37,13 +38,19 @@ class Kernels:
         self.rates = {
             "bf16": base * share,
             "fp32": (device.peak_fp32_tflops * 1e12 or base / 8) * share,
-            "fp8": max(base, device.peak_fp8_tflops * 1e12 * constants["fp8"]) * share,
+            "fp8": max(base, device.peak_fp8_tflops * 1e12 * constants.of("fp8", generation)) * share,
             "fp4": max(base, device.peak_fp4_tflops * 1e12 * constants["fp4"]) * share,
         }
         self.rates["fp4"] = max(self.rates["fp4"], self.rates["fp8"])
         self.memory_bytes_s = device.memory_tb_s * 1e12 * constants["memory"]
         self.flash_flops_s = base * constants.of("flash", generation)
         self.batched_flops_s = base * constants.of("batched", generation)
+        second = constants.of("flash_second", generation)
+        self.flash_kernels = {
+            "vendor": 1.0,
+            "second": second,
+            "first": second * constants["flash_first"],
+        }
         self.kernel_s = constants["host_us"] * 1e-6
         self.tiled = device.compute_units > 8
         self.curve: list[tuple[float, float]] = []
@@ -95,14 +102,17 @@ class Kernels:
             best = min(best, waves * rows * columns / speed)
         return max(2 * best * units * depth / rate, memory_s)
 
-    def attention_s(self, flops: float, head_dim: float, span: float) -> float:
+    def attention_s(
+        self, flops: float, head_dim: float, span: float, *, kernel: str = "vendor"
+    ) -> float:
         """Seconds of a flash kernel; short heads and short sequences fill its tiles badly."""
-        fill = min(1.0, (head_dim / 128) ** 0.35) * span / (span + 64)
-        return flops / (self.flash_flops_s * fill)
+        fill = float(min(1.0, (head_dim / 128) ** 0.35) * span / (span + 64))
+        rate = self.flash_flops_s * self.flash_kernels[kernel]
+        return flops / (rate * fill)
 
     def batched_s(self, flops: float, head_dim: int) -> float:
         """Seconds of batched attention matmuls; a head size off the 16-byte grid is slow."""
-        rate = self.batched_flops_s * min(1.0, (head_dim / 128) ** 0.35)
+        rate = self.batched_flops_s * float(min(1.0, (head_dim / 128) ** 0.35))
         return flops / (rate * (self.constants["misaligned"] if head_dim % 8 else 1.0))
 
     def pass_s(self, num_bytes: float) -> float:
@@ -114,7 +124,7 @@ def _interpolate(curve: list[tuple[float, float]], x: float) -> float:
     """Linear between points over the logarithm of x, constant outside."""
     if x <= curve[0][0]:
         return curve[0][1]
-    for (left, low), (right, high) in zip(curve, curve[1:], strict=False):
+    for (left, low), (right, high) in pairwise(curve):
         if x <= right:
             share = math.log(x / left) / math.log(right / left) if right > left else 1.0
             return low + (high - low) * share

@@ -8,7 +8,7 @@ same time. So a group with L members in a node has L shares of its network, no m
     bandwidth of a tier = gb_s x members inside the tier below
     seconds = steps x latency + wire bytes / slowest bandwidth
 
-Small payloads do not reach the rate: `half_bytes` per rank is where half of it is reached.
+Every collective also costs `start_us`: launching it and waiting for the last rank to arrive.
 Bytes come from `partition/volume.py`. Source of the ring and its latency: Thakur 2005, section 4;
 a hierarchy whose inside is much faster costs what the outer ring costs, which is this formula.
 """
@@ -16,6 +16,7 @@ a hierarchy whose inside is much faster costs what the outer ring costs, which i
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from dataclasses import dataclass
 
 from reparto.config.cluster import Cluster, CollectiveCurve
@@ -87,8 +88,30 @@ class Links:
         # libraries change from ring to tree when the ring's steps would dominate
         steps = min(steps, 2 * math.ceil(math.log2(n)) + 2)
         wire = wire_bytes(operation, payload_bytes, n)
-        ramp = self.constants["half_bytes"]
-        return steps * latency + (wire + ramp) / bandwidth
+        return self.constants["start_us"] * 1e-6 + steps * latency + wire / bandwidth
+
+    def dispatch_s(self, token_bytes: float, copies: int, group: Group) -> float:
+        """Tokens to the ranks of their experts: a token crosses to a unit of a tier only once.
+
+        token_bytes  one copy of every token of this rank
+        copies       experts a token goes to, each on a random rank of the group
+
+        Of `units` equal units, `copies` random choices meet units (1 - (1 - 1/units)^copies).
+        Source: DeepSeek-V3, section 3.2.2 (node-limited routing is not assumed here).
+        """
+        n = group.size
+        slowest = latency = 0.0
+        below = 1
+        for index, tier in enumerate(self.tiers):
+            inside = self.members(group, index)
+            if inside > below:
+                units = n / below
+                met = units * (1 - (1 - 1 / units) ** copies) * (1 - 1 / units)
+                rate = tier.gb_s * 1e9 * self.shares[index]
+                slowest = max(slowest, token_bytes * met / rate)
+                latency = tier.latency_us * 1e-6
+            below = inside
+        return slowest + latency * min(n - 1, 16)
 
     def _all_to_all_s(self, payload_bytes: float, group: Group) -> float:
         """Each tier carries what leaves the tier below; tiers work at the same time."""
@@ -114,9 +137,9 @@ def _on_curve(points: tuple[tuple[float, float], ...], x: float) -> float:
     """Log-log between points; below the first its time, above the last at the last rate."""
     if x <= points[0][0]:
         return points[0][1]
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if x <= right:
             share = math.log(x / left) / math.log(right / left)
-            return low * (high / low) ** share
+            return float(low * (high / low) ** share)
     last, seconds = points[-1]
     return seconds * x / last

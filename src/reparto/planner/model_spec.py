@@ -115,9 +115,8 @@ class ModelSpec:
         h, a = self.hidden, self.heads
         out = a * self.value_dim * h
         if not self.kv_rank:
-            return (
-                h * a * self.head_dim + h * self.kv_heads * (self.head_dim + self.value_dim) + out
-            )
+            keys = self.kv_heads * (self.head_dim + self.value_dim)
+            return h * (a * self.head_dim + keys) + out
         plain = self.head_dim - self.rope_dim
         query = (h + a * self.head_dim) * self.q_rank if self.q_rank else h * a * self.head_dim
         keys = h * (self.kv_rank + self.rope_dim) + self.kv_rank * a * (plain + self.value_dim)
@@ -243,7 +242,7 @@ def load_model(text: str, *, where: str = "--model") -> ModelSpec:
 
 
 def spec_from(values: Mapping[str, object], *, name: str, where: str) -> ModelSpec:
-    """From a table whose keys are the fields of `ModelSpec`; kv_heads and head_dim have defaults."""
+    """From a table whose keys are the fields of `ModelSpec`; kv_heads, head_dim default."""
     known = {field.name for field in fields(ModelSpec)}
     for key in values:
         if key not in known:
@@ -306,20 +305,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "v_head_dim": ("v_head_dim",),
 }
 _UNGATED = frozenset(
-    [
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "bloom",
-        "mpt",
-        "falcon",
-        "gpt_bigcode",
-        "phi",
-        "starcoder2",
-        "nemotron",
-    ]
+    {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "gpt_bigcode", "phi"}
+    | {"starcoder2", "nemotron"}
 )
 
 

@@ -178,16 +178,25 @@ def _software(row: Row, plan: Plan) -> Software:
     attention = row.get("attention", "").lower()
     flash = "flash" in attention and "non-flash" not in attention
     classic = not flash
+    deepspeed = "deepspeed" in words
     by_layer = plan.shard == "parameters"
     compiled = bool(re.search(r"\bcompiled?\b", words)) or "te" in attention
     return Software(
         flash=flash,
-        fused=compiled if by_layer else True,
+        fused=compiled if by_layer else not deepspeed,
         overlap_data=not classic,
         overlap_tensor=flash and plan.sequence_parallel,
         gradient_bytes=2 if classic or by_layer else 4,
         dropout=classic,
+        fused_accumulation=not (by_layer or deepspeed),
+        flash_kernel=_flash_kernel(attention, eager=by_layer and not compiled),
     )
+
+
+def _flash_kernel(attention: str, *, eager: bool) -> str:
+    if "sdpa" in attention:
+        return "second"
+    return "first" if eager else "vendor"
 
 
 def _plan(row: Row, model: ModelSpec) -> tuple[Plan, int, tuple[int, ...]]:

@@ -96,7 +96,7 @@ class Predictor:
         if plan.pipeline == 1:
             return 0.0
         payload = job.microbatch_tokens * job.model.hidden * job.element_bytes
-        if plan.sequence_parallel:
+        if plan.sequence_parallel or job.software.scatter_messages:
             payload /= plan.tensor
         one = self.links.collective_s("send", payload, job.group("pipeline"))
         left = 1 - self.constants["overlap"] if job.software.overlap_data else 1.0

@@ -20,10 +20,13 @@ from pathlib import Path
 
 from reparto.planner.calibrate import Linear, fit, linearise, predict_s
 from reparto.planner.constants import Constants, read_constants, shipped
+from reparto.planner.job import Software
 from reparto.planner.memory import fits, memory_of, reserved_bytes
+from reparto.planner.model_spec import ModelSpec
 from reparto.planner.published import Run, Unusable, read_rows, run_of
 from reparto.planner.step import Predictor
 
+Key = tuple[str, ModelSpec, str, int, int, int, str, Software]
 Summary = dict[str, float | int | None]
 
 
@@ -230,7 +233,7 @@ def _by_source(
 
 def sweeps(runs: Sequence[Run], seconds: Sequence[float]) -> list[dict[str, object]]:
     """Groups that differ in the plan alone: rank agreement, and the cost of the predicted best."""
-    groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for run, predicted in zip(runs, seconds, strict=True):
         job = run.job
         assert run.step_s
@@ -241,12 +244,11 @@ def sweeps(runs: Sequence[Run], seconds: Sequence[float]) -> list[dict[str, obje
     for key, pairs in groups.items():
         if len(pairs) < 3:
             continue
-        model = key[1]
         best = min(measured for _, measured in pairs)
         chosen = min(pairs)[1]
         found.append(
             {
-                "group": f"{key[0]}: {getattr(model, 'name', '')} on {key[3]} {key[2]}",
+                "group": f"{key[0]}: {key[1].name} on {key[3]} {key[2]}",
                 "n": len(pairs),
                 "spearman": round(spearman(pairs), 3),
                 "top1_regret_pct": round(100 * (chosen / best - 1), 2),
