@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reparto.schedule.actions import Action, Op, Schedule
-from reparto.schedule.live import peaks_by_rank
 from reparto.schedule.timing import Timeline, simulate
 
 _IDLE = "·"
@@ -67,9 +66,9 @@ def draw_text(what: Schedule | Timeline, *, width: int = 120, color: bool = Fals
 def caption(timeline: Timeline) -> str:
     """One line of figures: shape, length, bubble, peak live activations."""
     schedule = timeline.schedule
-    live = max(peaks.live for peaks in peaks_by_rank(schedule))
+    live = max(peaks.live for peaks in timeline.peaks)
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks x {schedule.num_chunks} chunks, "
+        f"{schedule.name}: {schedule.num_ranks} x {schedule.num_chunks} stages, "
         f"{schedule.num_microbatches} microbatches; step {timeline.step_s:g}, "
         f"bubble {100 * timeline.bubble_share:.1f} %, "
         f"live activations at most {live:g} of {schedule.num_chunks * schedule.num_microbatches}"

@@ -45,6 +45,7 @@ from typing import Literal
 from reparto.errors import CheckFailed
 from reparto.schedule.actions import COMPUTE_OPS, Action, Op, Schedule
 
+GradientSync = Literal["step", "microbatch"]
 Row = tuple[Action, ...]
 _RECV_OF = MappingProxyType({Op.F: Op.RECV_F, Op.B: Op.RECV_B})  # what brings an op its input
 
@@ -53,7 +54,7 @@ def lower(
     schedule: Schedule,
     *,
     shard_parameters: bool = False,
-    gradient_sync: Literal["step", "microbatch"] = "step",
+    gradient_sync: GradientSync = "step",
 ) -> Schedule:
     """`schedule` with SEND, RECV, UNSHARD, RESHARD and REDUCE in place.
 
