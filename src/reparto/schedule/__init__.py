@@ -4,10 +4,10 @@
 |---|---|
 | `actions` | the values: `Op`, `Action`, `Schedule`, their text form |
 | `rules` | which requests are legal, and the nearest legal one |
-| `generate` | the six schedules, one generator each |
+| `generate`, `weights` | the six schedules, one generator each; where weight gradients go |
 | `lower` | adds SEND / RECV, UNSHARD / RESHARD, REDUCE |
 | `live` | how many activations a rank holds |
-| `check` | proves a list complete, ordered, matched and free of deadlock, or names the fault |
+| `check`, `check_lists` | prove that the lists make a correct step, or name the fault |
 | `timing` | when every action starts and ends, given times |
 | `draw`, `svg` | the grid for the terminal and as a picture |
 | `describe` | the figures of a schedule as one JSON-able value |

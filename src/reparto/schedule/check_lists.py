@@ -6,7 +6,7 @@ action needs on its own rank stands before it. What it needs from other ranks is
 
 The work is done on *columns*: for one stage and op, where each microbatch stands in the list. A
 need holds between two columns, microbatch by microbatch, so the proof compares lists of integers
-and is linear (230,000 actions: 0.3 s; with sets of actions it was 2 s).
+and is linear (230,000 actions: 0.4 s; with sets of actions it was 2 s).
 """
 
 from __future__ import annotations

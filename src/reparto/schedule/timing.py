@@ -8,7 +8,7 @@ reductions run beside computing on one lane of each rank, one after another: an 
 first action of its stage, a REDUCE only the end of the step.
 
 One pass, linear in the number of actions: 64 stages x 512 microbatches, about 230,000 actions, take
-0.3 s. Rejected: a longest-path solver over the dependency graph, which is the same numbers from a
+0.5 s. Rejected: a longest-path solver over the dependency graph, which is the same numbers from a
 graph that has to be built first; and a global event queue, which sorts what list order has sorted.
 """
 

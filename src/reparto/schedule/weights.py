@@ -9,7 +9,7 @@ once with F = B = W = 1 and free messages. Before its next F or B a rank
 and at the end of its list it does the rest, oldest first. Rule 1 fills the bubble, rule 2 bounds
 the memory: an activation is live from its F until its W, so postponing a W is paid in activations.
 
-One pass, linear in the number of actions (64 ranks x 512 microbatches: 0.3 s). Why equal times and
+One pass, linear in the number of actions (64 ranks x 512 microbatches: 0.4 s). Why equal times and
 not measured ones: see the module docstring of `generate`.
 """
 
