@@ -1,0 +1,221 @@
+"""The command line: every verb and option, and nothing else. Verbs import their rooms when called,
+so that `reparto --help` needs neither torch nor pydantic.
+
+Human text goes to stderr; with `--json` the last line of stdout is one object.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from reparto.errors import RepartoError
+
+app = typer.Typer(
+    name="reparto",
+    help="Plan, run, measure and recover distributed training. / Planificar, ejecutar, medir y "
+    "recuperar el entrenamiento distribuido.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+schedule_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(schedule_app, name="schedule", help="Pipeline schedules as data.")
+
+RunFile = Annotated[
+    str | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without it, the demo.")
+]
+PlanText = Annotated[
+    str | None, typer.Option("--plan", help="Plan, as data=2,shard=parameters or a file.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Set one key: table.key=value. Repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout.")]
+
+
+@app.command()
+def train(
+    run_file: RunFile = None,
+    plan: PlanText = None,
+    settings: Settings = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Length of the training, in optimizer steps.")
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option("--stop-after", help="End after this step, with a checkpoint.")
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option("--run-dir", help="Folder of the run; must not exist yet.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take up the run in --run-dir.")] = False,
+    accept_change: Annotated[
+        list[str] | None,
+        typer.Option("--accept-change", help="A key that may differ on resume. Repeatable."),
+    ] = None,
+    json_out: Json = False,
+) -> None:
+    """Train a model; starts its own workers. / Entrenar un modelo."""
+    from reparto.cli import train as verb
+
+    verb.train(
+        run_file=run_file,
+        plan=plan,
+        settings=settings or [],
+        steps=steps,
+        stop_after=stop_after,
+        run_dir=run_dir,
+        resume=resume,
+        accept_change=accept_change or [],
+        json_out=json_out,
+    )
+
+
+@app.command()
+def verify(
+    run_file: RunFile = None,
+    plan: PlanText = None,
+    against: Annotated[str, typer.Option("--against", help="The plan to compare with.")] = "data=1",
+    steps: Annotated[int, typer.Option("--steps", help="Steps to compare.")] = 3,
+    precision: Annotated[str, typer.Option("--precision", help="float64 or float32.")] = "float64",
+    transport: Annotated[
+        str, typer.Option("--transport", help="processes (real) or threads (quick).")
+    ] = "processes",
+    settings: Settings = None,
+    json_out: Json = False,
+) -> None:
+    """Same steps under two plans: loss, gradients, weights. / Comprobar que un plan es exacto."""
+    from reparto.cli import verify as verb
+
+    verb.verify(
+        run_file=run_file,
+        plan=plan,
+        against=against,
+        steps=steps,
+        precision=precision,
+        transport=transport,
+        settings=settings or [],
+        json_out=json_out,
+    )
+
+
+@app.command()
+def plan(
+    show: Annotated[
+        str | None, typer.Option("--show", help="A plan: who owns what, bytes, messages.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Preset, model name or config.json.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="<device>x<count>, or a cluster file.")
+    ] = None,
+    validate: Annotated[
+        str | None, typer.Option("--validate", help="CSV of published runs to be judged on.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", help="A change to the question.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="With --show: only this rank.")] = None,
+    settings: Settings = None,
+    json_out: Json = False,
+) -> None:
+    """What a plan puts where, or which plan is best. / Qué pone cada plan en cada sitio."""
+    from reparto.cli import plan as verb
+
+    verb.plan(
+        show=show,
+        model=model,
+        cluster=cluster,
+        validate=validate,
+        what_if=what_if or [],
+        rank=rank,
+        settings=settings or [],
+        json_out=json_out,
+    )
+
+
+@schedule_app.command("draw")
+def schedule_draw(
+    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v.")],
+    stages: Annotated[int, typer.Option("--stages", help="Pipeline degree.")] = 4,
+    microbatches: Annotated[int, typer.Option("--microbatches", help="Microbatches.")] = 8,
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks a rank; 0: the usual.")] = 0,
+    svg: Annotated[
+        str | None, typer.Option("--svg", help="Write the picture here; default: NAME.svg.")
+    ] = None,
+    json_out: Json = False,
+) -> None:
+    """Draw a pipeline schedule in the terminal and as SVG. / Dibujar un orden de trabajo."""
+    from reparto.cli import schedule as verb
+
+    verb.draw(
+        name=name,
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        svg=svg,
+        json_out=json_out,
+    )
+
+
+_UNBUILT = {
+    "probe": "Measure this machine or cluster into a cluster file.",
+    "bench": "Side by side with named peers in one run, as ratios.",
+    "checkpoint": "List, check, convert, export and import checkpoints.",
+    "generate": "Sample text from a checkpoint.",
+    "drill": "Inject faults into a small run and score the recovery.",
+    "diagnose": "Find the first stage whose assumption did not hold.",
+    "compare": "Compare two runs.",
+    "ledger": "Check the evidence of a run.",
+    "approve": "Sign a run.",
+    "claim": "Thresholds sealed before, verdict after.",
+    "report": "One offline page about a run.",
+}
+
+
+def _add_unbuilt(name: str, what: str) -> None:
+    @app.command(
+        name,
+        help=f"{what} (not built yet)",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        rich_help_panel=None,
+    )
+    def unbuilt(context: typer.Context) -> None:
+        from reparto.errors import UserError
+
+        raise UserError(
+            f"`reparto {name}` is not built yet",
+            legal="train, verify, plan, schedule draw",
+        )
+
+
+for _name, _what in _UNBUILT.items():
+    _add_unbuilt(_name, _what)
+
+
+def main() -> None:
+    """Entry point: runs a verb and turns its errors into a message and an exit status."""
+    try:
+        app(standalone_mode=False)
+    except RepartoError as error:
+        print(f"reparto: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except typer.Abort:
+        print("reparto: stopped", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        print(f"reparto: {message()}", file=sys.stderr)  # an unknown option or verb
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

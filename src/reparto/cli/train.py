@@ -1,0 +1,294 @@
+"""`reparto train`: check everything, prepare the data, make the run folder, start the workers.
+
+Nothing is written and no process is started before the whole run has been found possible.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from reparto.cli import rundir
+from reparto.cli.console import Watcher, console, cost_lines, telling
+from reparto.config.run import Run, read_run
+from reparto.errors import Fault, UserError
+from reparto.partition.built import refuse_unbuilt
+from reparto.partition.legal import check_plan
+from reparto.recover.detect import Failure
+from reparto.units import human_seconds
+
+#: seconds that workers get to end their step and save after a stop was asked for
+_STOP_GRACE_S = 120.0
+
+
+def train(
+    *,
+    run_file: str | None,
+    plan: str | None,
+    settings: Sequence[str],
+    steps: int | None,
+    stop_after: int | None,
+    run_dir: str | None,
+    resume: bool,
+    accept_change: Sequence[str],
+    json_out: bool,
+) -> None:
+    """The verb. Raises `UserError` (2) before anything starts, `Fault` (4) when a run ended so."""
+    out = console()
+    settings = [*settings, *([f"steps={steps}"] if steps is not None else [])]
+    if resume:
+        run, path = _reopened(run_file, plan, settings, run_dir, accept_change)
+    else:
+        if accept_change:
+            raise UserError("belongs to --resume", where="--accept-change")
+        run = read_run(Path(run_file) if run_file else None, plan=plan, settings=settings)
+        run = run.model_copy(
+            update={"owner": run.owner or getpass.getuser(), "data": run.data.absolute()}
+        )
+        path = Path(run_dir) if run_dir else rundir.default_path(run)
+        rundir.refuse_existing(path)
+    if stop_after is not None and not 1 <= stop_after <= run.steps:
+        raise UserError(
+            f"{stop_after} is no step of a training of {run.steps}",
+            where="--stop-after",
+            legal=f"1 to {run.steps}",
+            nearest=str(min(max(1, stop_after), run.steps)),
+        )
+    _launch(run, path, stop_after=stop_after, resume=resume, json_out=json_out, out=out)
+
+
+def _reopened(
+    run_file: str | None,
+    plan: str | None,
+    settings: Sequence[str],
+    run_dir: str | None,
+    accept_change: Sequence[str],
+) -> tuple[Run, Path]:
+    if run_dir is None:
+        raise UserError("--resume needs the folder of the run", where="--run-dir",
+                        nearest="--run-dir runs/NAME --resume")  # fmt: skip
+    path = Path(run_dir)
+    wanted = None
+    if run_file or plan or settings:
+        base = Path(run_file) if run_file else path / "run.toml"
+        if not run_file:
+            rundir.reopen(path, None, [])
+        wanted = read_run(base, plan=plan, settings=settings)
+        wanted = wanted.model_copy(update={"data": wanted.data.absolute()})
+    run = rundir.reopen(path, wanted, accept_change)
+    found = any((path / "checkpoints").glob("step-*"))
+    if not found:
+        raise UserError(
+            f"{path} has no checkpoint to resume from",
+            where="--resume",
+            legal="a run that has saved at least once",
+            nearest="start a new run in another folder",
+        )
+    return run, path
+
+
+def _launch(
+    run: Run, path: Path, *, stop_after: int | None, resume: bool, json_out: bool, out: Console
+) -> None:
+    from reparto.data.cache import default_cache_dir
+    from reparto.data.prepare import prepare
+
+    plan = run.partition
+    refuse_unbuilt(plan)
+    check_plan(plan, batch_size=run.data.batch_size, sequence_length=run.data.sequence_length)
+    prepared = prepare(run.data, default_cache_dir(os.environ), telling(out))
+    model = run.model.resolved(prepared.vocab_size)
+    warnings = [
+        *prepared.warnings,
+        *check_plan(plan, model=model, batch_size=run.data.batch_size),
+        *_machine_warnings(run),
+    ]
+    for warning in warnings:
+        out.print(f"warning: {warning}", style="yellow")
+
+    if resume:
+        rundir.write_private(path / "run.toml", run.to_toml())
+    else:
+        rundir.create(path, run)
+    threads = run.compute.threads or max(1, _cores() // plan.world_size)
+    control = path / "control"
+    for old in [*control.glob("error-*.json"), *control.glob("*.pid"), control / "result.json"]:
+        old.unlink(missing_ok=True)
+    start = {
+        "prepared": str(prepared.folder),
+        "resume": resume,
+        "stop_after": stop_after,
+        "threads": threads,
+        "supervisor_pid": os.getpid(),
+        "time_s": time.time(),
+    }
+    rundir.write_private(control / "start.json", json.dumps(start))
+    out.print(
+        f"run {path}: plan `{plan.text}`, {plan.world_size} workers of {threads} "
+        f"thread{'s' if threads > 1 else ''}, {prepared.num_train_samples} samples an epoch; "
+        f"unigram entropy {prepared.unigram_entropy_nats:.3f} nats a token"
+    )
+    result = _supervise(run, path, threads=threads, stop_after=stop_after, out=out)
+    _tell_end(run, path, result, out)
+    if json_out:
+        print(json.dumps({
+            "run_dir": str(path), "steps": result["step"], "loss": result["loss"],
+            "validation_loss": result["validation_loss"], "tokens_per_s": result["tokens_per_s"],
+            "world_size": plan.world_size, "plan": plan.text,
+            "unigram_entropy": result["unigram_entropy"],
+            "exposed_comm_s": result["exposed_comm_s"], "stopped_by": result["stopped_by"],
+        }))  # fmt: skip
+        sys.stdout.flush()
+
+
+def _supervise(
+    run: Run, path: Path, *, threads: int, stop_after: int | None, out: Console
+) -> Mapping[str, object]:
+    """Start workers, show progress, pass a stop on; returns the result that rank 0 left."""
+    from reparto.recover.supervise import Supervisor
+
+    supervisor = Supervisor(
+        path.absolute(),
+        world_size=run.partition.world_size,
+        arguments=["-m", "reparto.cli.worker", str(path.absolute())],
+        environment={
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # keep freed memory: a step asks for the same sizes again, and fresh pages are slow
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+        },
+    )
+    asked: list[float] = []
+
+    def stop(number: int, frame: object) -> None:
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            supervisor.kill()
+        else:
+            out.print("stopping after this step, with a checkpoint (again to end at once)")
+            supervisor.ask_to_stop()
+
+    handlers = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    done = rundir.last_metrics_step(path / "metrics.jsonl")
+    try:
+        supervisor.start()
+        with Watcher(
+            path / "metrics.jsonl", total=stop_after or run.steps, done=done, out=out
+        ) as watcher:
+            while supervisor.alive:
+                supervisor.wait(0.1)
+                watcher.poll()
+                if asked and len(asked) == 1 and not supervisor.worker_pids():
+                    supervisor.ask_to_stop()
+                if asked and time.monotonic() - asked[0] > _STOP_GRACE_S:
+                    supervisor.kill()
+            watcher.poll()
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    outcome = supervisor.outcome()
+    if not outcome.ok:
+        raise _fault(path, outcome.failures, asked_twice=len(asked) > 1)
+    result: Mapping[str, object] = json.loads((path / "control" / "result.json").read_text())
+    return result
+
+
+def _fault(path: Path, failures: Sequence[Failure], *, asked_twice: bool) -> Fault | UserError:
+    """The one error of a run that did not end well: cause first, consequences folded under it."""
+    cause, others = failures[0], failures[1:]
+    if cause.exit_code == 2 and cause.where:
+        return UserError(**{key: cause.where.get(key, "") for key in
+                            ("what", "where", "legal", "nearest")})  # fmt: skip
+    saved = sorted(
+        (path / "checkpoints").glob("step-*"),
+        key=lambda one: int(one.name.removeprefix("step-")) if one.name[5:].isdigit() else -1,
+    )
+    good = saved[-1].name if saved and saved[-1].name[5:].isdigit() else "none"
+    what = "ended at once, as asked" if asked_twice else cause.message
+    lines = [f"rank {cause.rank}, step {cause.step}, {cause.doing}: {what}"]
+    if others:
+        followed = ", ".join(f"rank {one.rank}" for one in others)
+        lines.append(f"  followed by {followed}")
+    lines.append(f"  last checkpoint: {good}")
+    lines.append(
+        f"  next: reparto train --run-dir {path} --resume" if good != "none" else
+        f"  next: look at {path}/logs, then start a new run"
+    )  # fmt: skip
+    _record_fault(path, lines, cause)
+    return Fault("\n".join(lines))
+
+
+def _record_fault(path: Path, lines: Sequence[str], cause: Failure) -> None:
+    from reparto.evidence.ledger import Ledger, load_key
+
+    with Ledger.open(path / "ledger.jsonl", load_key(path / "key")) as ledger:
+        ledger.append(
+            "fault",
+            {"rank": cause.rank, "step": cause.step, "doing": cause.doing, "message": lines[0]},
+        )
+
+
+def _tell_end(run: Run, path: Path, result: Mapping[str, object], out: Console) -> None:
+    step, loss = result["step"], result["loss"]
+    told = [f"done: step {step} of {run.steps}"]
+    if isinstance(loss, float):
+        told.append(f"loss {loss:.4f}")
+    validation = result["validation_loss"]
+    if isinstance(validation, float):
+        entropy = float(str(result["validation_unigram_entropy"]))
+        told.append(f"validation loss {validation:.4f} (unigram entropy {entropy:.3f})")
+    out.print(", ".join(told))
+    goal = run.objective.at_most
+    value = validation if run.objective.metric == "validation_loss" else loss
+    if goal is not None and isinstance(value, float) and step == run.steps:
+        verdict = "reached" if value <= goal else "not reached"
+        out.print(f"objective: {run.objective.metric} at most {goal:g}: {verdict} ({value:.4f})")
+    stopped = result["stopped_by"]
+    if isinstance(stopped, list) and stopped:
+        ranks = ", ".join(map(str, stopped))
+        out.print(f"stopped by a signal to rank {ranks}; all ranks saved step {step} and left")
+    numbers = {key: float(str(result[key])) for key in
+               ("tokens", "steps_s", "exposed_comm_s", "data_wait_s")}  # fmt: skip
+    for line in cost_lines(numbers, run.partition.world_size):
+        out.print(line)
+    out.print(f"time: {human_seconds(float(str(result['seconds'])))} in the workers")
+    if int(str(step)) < run.steps:
+        out.print(f"resume: reparto train --run-dir {path} --resume")
+    out.print(f"look: {path}/metrics.jsonl, ledger.jsonl, trace/ (open in chrome://tracing)")
+
+
+def _machine_warnings(run: Run) -> list[str]:
+    found = []
+    cores, workers = _cores(), run.partition.world_size
+    if workers > cores:
+        found.append(
+            f"{workers} workers share {cores} cores and will wait for each other; "
+            f"data={max(1, cores)} would use them as well"
+        )
+    if run.compute.precision == "bfloat16" and not _fast_bfloat16():
+        found.append(
+            "this processor has no bfloat16 arithmetic (avx512_bf16 or amx): bfloat16 will be "
+            "many times slower than float32 here"
+        )
+    return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _fast_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,122 @@
+"""One worker process of a run: joins the others, trains its part, leaves its records.
+
+Started by the supervisor as `python -m reparto.cli.worker RUN_DIR`; everything else it needs stands
+in RUN_DIR/control/start.json and in RANK and WORLD_SIZE. Rank 0 is the one writer of metrics,
+ledger and result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from reparto.cli.rundir import write_private
+from reparto.errors import PeerLost, RepartoError, UserError
+from reparto.recover.worker import StopRequest, leave_with_parent
+
+
+def main() -> None:
+    """Run as a worker; the exit status is that of the error, if any."""
+    run_dir = Path(sys.argv[1])
+    control = run_dir / "control"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    start = json.loads((control / "start.json").read_text(encoding="utf-8"))
+    leave_with_parent(int(start["supervisor_pid"]))
+    os.umask(0o077)
+    write_private(control / f"rank-{rank}.pid", str(os.getpid()))
+    stop = StopRequest()
+    try:
+        work(run_dir, start, rank, world_size, stop)
+    except BaseException as error:
+        last_words(control, rank, error)
+        # other threads may wait for peers that are gone: leave without them
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(error.exit_code if isinstance(error, RepartoError) else 4)
+
+
+def last_words(control: Path, rank: int, error: BaseException) -> None:
+    from reparto.recover.supervise import write_error
+
+    traceback.print_exc()
+    known = isinstance(error, RepartoError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    where: Mapping[str, str] = error.as_dict() if isinstance(error, UserError) else {}
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        text = (
+            f"out of memory ({text.splitlines()[0]}); shard more (shard=parameters), use more "
+            "microbatches (num_microbatches) or recompute=full"
+        )
+    write_error(
+        control,
+        rank,
+        {
+            "kind": type(error).__name__,
+            "message": text,
+            "exit_code": error.exit_code if isinstance(error, RepartoError) else 4,
+            "secondary": isinstance(error, PeerLost),
+            "where": where,
+        },
+    )
+
+
+def work(
+    run_dir: Path, start: Mapping[str, object], rank: int, world_size: int, stop: StopRequest
+) -> None:
+    """Everything between joining and leaving."""
+    import torch
+
+    from reparto.cli.workroom import Room
+    from reparto.comm.backend import file_store, finish_process_group, start_process_group
+    from reparto.comm.mesh import SignatureCheck, torch_mesh
+    from reparto.config.run import read_run
+    from reparto.data.prepare import open_prepared
+    from reparto.partition.grid import Grid
+    from reparto.trace import Ring, chrome_trace
+
+    run = read_run(run_dir / "run.toml")
+    control = run_dir / "control"
+    torch.set_num_threads(int(str(start["threads"])))
+    generation = int((control / "generation").read_text())
+    store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
+    ring = Ring(control / f"rank-{rank}.ring", rank=rank)
+    backend = run.communicate.backend
+    if backend == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+        backend = "nccl" if enough else "gloo"
+    start_process_group(
+        backend=backend,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout_s=run.communicate.timeout_s,
+    )
+    check = None
+    if run.communicate.check == "collective":
+        check = SignatureCheck(store, ring=ring, generation=generation)
+    mesh = torch_mesh(
+        Grid.of(run.partition),
+        rank,
+        ring=ring,
+        timeout_s=run.communicate.timeout_s,
+        check=check,
+    )
+    prepared = open_prepared(Path(str(start["prepared"])))
+    room = Room(run_dir=run_dir, run=run, mesh=mesh, prepared=prepared, start=start)
+    began = time.monotonic()
+    room.train(stop)
+    (run_dir / "trace").mkdir(mode=0o700, exist_ok=True)
+    write_private(run_dir / "trace" / f"rank-{rank}.json", chrome_trace(ring.records(), rank=rank))
+    mesh.world.barrier(tag="end").wait()
+    room.finish(time.monotonic() - began)
+    ring.close()
+    finish_process_group()
+
+
+if __name__ == "__main__":
+    main()

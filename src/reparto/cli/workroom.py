@@ -1,0 +1,272 @@
+"""Where a worker's rooms are wired: state, checkpoints, ledger, metrics.
+
+Rank 0 writes; the other ranks take part in every collective and write only their own shards, ring
+and trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from reparto.checkpoint.load import Checkpoint, find_latest
+from reparto.checkpoint.save import Piece, save
+from reparto.cli.evidence import stage_records
+from reparto.cli.rundir import cut_metrics, write_private
+from reparto.comm.mesh import Mesh
+from reparto.config.run import Run
+from reparto.data.prepare import Prepared
+from reparto.errors import UserError
+from reparto.evidence.ledger import Ledger, load_key
+from reparto.evidence.provenance import collect
+from reparto.recover.worker import StopRequest
+from reparto.trace import Kind
+from reparto.train.loop import LoopResult, Row, train_loop
+from reparto.train.state import TrainState, build
+
+
+class FileSink:
+    """Rows to metrics.jsonl, events to the ledger; silent on every rank but 0."""
+
+    def __init__(self, run_dir: Path, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+        self._rows = None
+        if ledger is not None:
+            self._rows = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def row(self, row: Row) -> None:
+        if self._rows is not None:
+            self._rows.write(json.dumps(row) + "\n")
+
+    def event(self, kind: str, body: Mapping[str, object]) -> None:
+        if self._ledger is not None:
+            self._ledger.append(kind, body)
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+
+
+class Room:
+    """One worker's run, from start or from a checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        run: Run,
+        mesh: Mesh,
+        prepared: Prepared,
+        start: Mapping[str, object],
+    ) -> None:
+        self._run_dir, self._run, self._mesh = run_dir, run, mesh
+        self._prepared, self._start = prepared, start
+        self._key = load_key(run_dir / "key")
+        self._parent: str | None = None
+        self._first_step = 1
+        checkpoint = self._find() if start["resume"] else None
+        position = int(str(checkpoint.manifest.state["position"])) if checkpoint else 0
+        self._ledger = self._open_ledger(checkpoint)
+        self._sink = FileSink(run_dir, self._ledger)
+        self._state: TrainState = build(run, prepared, mesh, position=position)
+        if checkpoint is not None:
+            self._take_up(checkpoint)
+        elif mesh.rank == 0:
+            self._begin()
+        self._result: LoopResult | None = None
+        self._saves: list[float] = []
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def _find(self) -> Checkpoint:
+        """The newest whole checkpoint: rank 0 looks, all take its answer."""
+        world, name = self._mesh.world, b""
+        if world.index == 0:
+            try:
+                name = find_latest(self._run_dir / "checkpoints", key=self._key).path.name.encode()
+            except UserError as error:
+                name = b"!" + str(error.what).encode()
+        name = world.exchange(name, tag="resume from")[0]
+        if name.startswith(b"!"):
+            raise UserError(
+                name[1:].decode(),
+                where="--resume",
+                legal="a run with a whole checkpoint",
+                nearest="start a new run without --resume",
+            )
+        return find_latest(self._run_dir / "checkpoints", key=self._key, only=name.decode())
+
+    def _open_ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
+        if self._mesh.rank != 0:
+            return None
+        known = checkpoint.manifest.state.get("ledger") if checkpoint else None
+        path = self._run_dir / "ledger.jsonl"
+        if isinstance(known, dict):
+            return Ledger.open(
+                path,
+                self._key,
+                known_count=int(known["count"]),
+                known_head=str(known["head"]),
+            )
+        return Ledger.open(path, self._key)
+
+    def _begin(self) -> None:
+        state = self._state
+        body = collect(
+            digests={
+                "corpus": self._prepared.corpus_digest,
+                "tokenizer": self._prepared.tokenizer_digest,
+                "tokens": self._prepared.tokens_digest,
+                "config": hashlib.sha256(self._run.to_toml().encode()).hexdigest(),
+                "initial_weights": state.weights_digest,
+            },
+            seeds={"run": self._run.seed},
+            environment=os.environ,
+            time_s=float(str(self._start["time_s"])),
+        )
+        text = json.dumps(body, indent=2, sort_keys=True)
+        write_private(self._run_dir / "provenance.json", text + "\n")
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._sink.event("start", {"plan": self._run.partition.text, "provenance": digest})
+
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        """Weights, moments, position and counts as the checkpoint left them."""
+        state = self._state
+        optimizer = state.trainer.optimizer
+        assert optimizer is not None
+        checkpoint.verify()
+        parallel = state.parallel
+        shapes = {name: one.shape for name, one in parallel.table.items() if one.tied_to is None}
+        wanted = dict(shapes)
+        for name in shapes:
+            wanted[f"exp_avg/{name}"] = wanted[f"exp_avg_sq/{name}"] = shapes[name]
+        checkpoint.check_against(wanted)
+        updates = int(str(checkpoint.manifest.state["updates"]))
+        for one in parallel.strategy.owned():
+            one.weight.copy_(checkpoint.read(one.name, one.rectangle))
+            optimizer.load(
+                one.name,
+                checkpoint.read(f"exp_avg/{one.name}", one.rectangle),
+                checkpoint.read(f"exp_avg_sq/{one.name}", one.rectangle),
+                updates,
+            )
+        parallel.strategy.publish()
+        state.trainer.updates = updates
+        self._first_step = checkpoint.manifest.step + 1
+        self._parent = checkpoint.path.name
+        if self._mesh.rank == 0:
+            dropped = cut_metrics(self._run_dir / "metrics.jsonl", checkpoint.manifest.step)
+            self._sink.event(
+                "resume",
+                {"checkpoint": checkpoint.path.name, "step": checkpoint.manifest.step,
+                 "rows_dropped": dropped, "plan": self._run.partition.text},
+            )  # fmt: skip
+
+    # -- run -----------------------------------------------------------------------------------
+
+    def train(self, stop: StopRequest) -> None:
+        """Steps until the end, `--stop-after`, or a stop that a rank was asked for."""
+        last = self._run.steps
+        stop_after = self._start.get("stop_after")
+        if stop_after is not None:
+            last = min(last, int(str(stop_after)))
+        self._result = train_loop(
+            self._state,
+            first_step=self._first_step,
+            last_step=last,
+            save=self._save,
+            sink=self._sink,
+            asked_to_stop=stop,
+        )
+
+    def _save(self, step: int) -> None:
+        state, mesh = self._state, self._mesh
+        optimizer = state.trainer.optimizer
+        assert optimizer is not None
+        pieces: list[Piece] = []
+        for one in state.parallel.strategy.owned():
+            if not one.counts:
+                continue  # another rank writes the equal copy
+            shape = state.parallel.table[one.name].shape
+            exp_avg, exp_avg_sq = optimizer.moments(one.name)
+            for name, tensor in (
+                (one.name, one.weight),
+                (f"exp_avg/{one.name}", exp_avg),
+                (f"exp_avg_sq/{one.name}", exp_avg_sq),
+            ):
+                pieces.append(Piece(name=name, shape=shape, rectangle=one.rectangle, tensor=tensor))
+        ledger = {"count": self._ledger.count, "head": self._ledger.head} if self._ledger else None
+        with mesh.ring.span(Kind.SAVE, f"step-{step}") as span:
+            report = save(
+                self._run_dir / "checkpoints",
+                step=step,
+                run=self._run_dir.name,
+                plan=self._run.partition.text,
+                pieces=pieces,
+                aliases={
+                    name: one.tied_to
+                    for name, one in state.parallel.table.items()
+                    if one.tied_to is not None
+                },
+                state={
+                    "position": state.loader.position,
+                    "updates": state.trainer.updates,
+                    "ledger": ledger,
+                },
+                per_rank=None,
+                parent=self._parent,
+                key=self._key,
+                rank=mesh.rank,
+                exchange=lambda data: mesh.world.exchange(data, tag=f"save {step}"),
+                keep=self._run.recover.keep,
+            )
+        self._parent = report.path.name
+        self._saves.append(span.seconds)
+        self._sink.event(
+            "checkpoint", {"step": step, "seconds": span.seconds, "bytes": report.bytes}
+        )
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def finish(self, seconds: float) -> None:
+        """Stage records and the result, by rank 0."""
+        result = self._result
+        assert result is not None
+        self._state.loader.close()
+        if self._mesh.rank == 0:
+            for record in stage_records(
+                self._state, result, saves_s=self._saves, first_step=self._first_step
+            ):
+                self._sink.event("stage", record.body())
+            body = self._summary(result, seconds)
+            self._sink.event("end", {"step": result.step, "loss": body["loss"],
+                                     "validation_loss": body["validation_loss"]})  # fmt: skip
+            write_private(self._run_dir / "control" / "result.json", json.dumps(body))
+        self._sink.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _summary(self, result: LoopResult, seconds: float) -> dict[str, object]:
+        seen = result.evaluation
+        made = result.step >= self._first_step
+        return {
+            "step": result.step,
+            "loss": result.loss if made else None,
+            "validation_loss": seen.loss if seen else None,
+            "by_group": {
+                name: {"loss": loss, "num_tokens": count}
+                for name, (loss, count) in (seen.by_group.items() if seen else ())
+            },
+            "tokens": result.tokens,
+            "tokens_per_s": result.tokens / result.seconds if result.seconds else 0.0,
+            "steps_s": result.seconds,
+            "exposed_comm_s": result.exposed_s,
+            "data_wait_s": result.data_wait_s,
+            "seconds": seconds,
+            "stopped_by": list(result.stopped_by),
+            "unigram_entropy": self._prepared.unigram_entropy_nats,
+            "validation_unigram_entropy": self._prepared.validation_unigram_entropy_nats,
+        }
