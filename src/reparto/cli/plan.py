@@ -1,0 +1,174 @@
+"""`reparto plan`: what one plan puts where, by arithmetic alone; no process is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from reparto.cli.console import console
+from reparto.config.model import (
+    ModelConfig,
+    decays,
+    num_parameters,
+    parameter_shapes,
+    preset,
+    tied_parameters,
+)
+from reparto.config.plan import Plan
+from reparto.config.run import read_run
+from reparto.errors import UserError
+from reparto.partition.grid import Grid
+from reparto.partition.legal import check_plan
+from reparto.partition.show import RankView, view_rank
+from reparto.units import human_bytes, human_count
+
+
+def plan(
+    *,
+    show: str | None,
+    model: str | None,
+    cluster: str | None,
+    validate: str | None,
+    what_if: Sequence[str],
+    rank: int | None,
+    settings: Sequence[str],
+    json_out: bool,
+) -> None:
+    """The verb."""
+    if show is None:
+        raise UserError(
+            "searching for a plan is not built yet",
+            where="reparto plan",
+            legal="plan --show data=2,shard=parameters [--model 10m]",
+        )
+    for given, where in ((cluster, "--cluster"), (validate, "--validate"), (what_if, "--what-if")):
+        if given:
+            raise UserError("does not go with --show", where=where)
+    _show(Plan.parse(show, where="--show"), model, rank, settings, json_out)
+
+
+def _show(
+    plan: Plan, model_name: str | None, rank: int | None, settings: Sequence[str], json_out: bool
+) -> None:
+    run = read_run(None, settings=settings)
+    model = _model(model_name or run.model.preset)
+    warnings = check_plan(
+        plan,
+        model=model,
+        batch_size=run.data.batch_size if settings else max(
+            run.data.batch_size, plan.data * plan.num_microbatches
+        ),
+        sequence_length=run.data.sequence_length,
+    )  # fmt: skip
+    if rank is not None and not 0 <= rank < plan.world_size:
+        raise UserError(
+            f"rank {rank} of {plan.world_size}",
+            where="--rank",
+            legal=f"0 to {plan.world_size - 1}",
+        )
+    out = console()
+    for warning in warnings:
+        out.print(f"warning: {warning}", style="yellow")
+    grid = Grid.of(plan)
+    shown = [rank] if rank is not None else list(range(min(plan.world_size, 16)))
+    views = [_view(plan, model, one, run.compute.precision, run.compute.master) for one in shown]
+    out.print(
+        f"plan `{plan.text}` for {human_count(num_parameters(model))} parameters: "
+        f"{plan.world_size} ranks = pipeline {plan.pipeline} x data {plan.data} x context "
+        f"{plan.context} x tensor {plan.tensor}"
+    )
+    out.print(_ranks_table(views))
+    out.print(_messages_table(views[0]))
+    if rank is not None:
+        out.print(_slices_table(views[0]))
+    if len(shown) < plan.world_size and rank is None:
+        out.print(f"{plan.world_size - len(shown)} more ranks; --rank R shows any one whole")
+    if json_out:
+        body = {
+            "plan": plan.text,
+            "world_size": plan.world_size,
+            "grid": dict(zip(("pipeline", "replicas", "data", "context", "tensor"),
+                             grid.shape, strict=True)),
+            "parameters": num_parameters(model),
+            "ranks": [view.as_dict() for view in views],
+        }  # fmt: skip
+        print(json.dumps(body))
+
+
+def _view(plan: Plan, model: ModelConfig, rank: int, compute: str, master: str) -> RankView:
+    shapes = parameter_shapes(model)
+    return view_rank(
+        plan,
+        rank,
+        shapes=shapes,
+        blocks=_blocks(model),
+        decays={name: decays(name) for name in shapes},
+        tied=tied_parameters(model),
+        compute_dtype=compute,
+        master_dtype=master,
+    )
+
+
+def _blocks(model: ModelConfig) -> list[list[str]]:
+    """Parameter names of the decoder's blocks: embedding, layers, final norm, head."""
+    names = list(parameter_shapes(model))
+    blocks: list[list[str]] = [[], *([] for _ in range(model.num_hidden_layers)), [], []]
+    for name in names:
+        if name.startswith("model.embed_tokens"):
+            blocks[0].append(name)
+        elif name.startswith("model.layers."):
+            blocks[1 + int(name.split(".")[2])].append(name)
+        elif name.startswith("model.norm"):
+            blocks[-2].append(name)
+        else:
+            blocks[-1].append(name)
+    return blocks
+
+
+def _model(name: str) -> ModelConfig:
+    if not name.endswith(".json"):
+        return preset(name)
+    run = read_run(None, settings=[f'model.config="{Path(name)}"'])
+    return run.model.resolved(1)
+
+
+def _ranks_table(views: Sequence[RankView]) -> Table:
+    table = Table(title="state a rank keeps", title_justify="left")
+    for heading in ("rank", "place", "parameters", "gradients (peak)", "optimizer", "sum"):
+        table.add_column(heading, justify="right" if heading != "place" else "left")
+    for view in views:
+        place = ", ".join(f"{axis} {at}" for axis, at in view.coordinates.items() if at) or "first"
+        state = view.state
+        table.add_row(
+            str(view.rank), place, human_bytes(state.parameters), human_bytes(state.gradients),
+            human_bytes(state.optimizer), human_bytes(state.total),
+        )  # fmt: skip
+    return table
+
+
+def _messages_table(view: RankView) -> Table:
+    table = Table(title=f"messages of rank {view.rank} in a step", title_justify="left")
+    for heading in ("what", "operation", "group", "ranks", "times", "payload", "ideal wire"):
+        left = heading in ("what", "operation", "group")
+        table.add_column(heading, justify="left" if left else "right")
+    for what, operation, group, size, count, payload, wire in view.message_sums():
+        table.add_row(
+            what, operation, group, str(size), str(count), human_bytes(payload), human_bytes(wire)
+        )
+    return table
+
+
+def _slices_table(view: RankView) -> Table:
+    table = Table(title=f"what rank {view.rank} owns", title_justify="left")
+    for heading in ("parameter", "global shape", "rows owned", "elements"):
+        table.add_column(heading, justify="right" if heading == "elements" else "left")
+    for name, one in view.table.items():
+        rows = "; ".join(
+            "x".join(f"{a}..{b - 1}" for a, b in zip(box.start, box.stop, strict=True))
+            for box in one.held
+        )
+        table.add_row(name, "x".join(map(str, one.shape)), rows or "none", str(one.held_numel))
+    return table
