@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reparto.config.data import STDLIB_MAX_BYTES, DataConfig
+from reparto.config.data import STDLIB_MAX_BYTES, DataConfig, byte_limit
 from reparto.config.validate import build
 from reparto.errors import UserError
 
@@ -42,9 +42,9 @@ def test_a_table_survives_being_written_and_read() -> None:
 
 
 def test_only_the_default_corpus_has_a_limit_of_its_own() -> None:
-    assert DataConfig().byte_limit == STDLIB_MAX_BYTES
-    assert DataConfig(source="text", paths=("a",)).byte_limit is None
-    assert DataConfig(source="text", paths=("a",), max_bytes=5).byte_limit == 5
+    assert byte_limit(DataConfig()) == STDLIB_MAX_BYTES
+    assert byte_limit(DataConfig(source="text", paths=("a",))) is None
+    assert byte_limit(DataConfig(source="text", paths=("a",), max_bytes=5)) == 5
 
 
 def test_absolute_paths_mean_the_same_from_anywhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reparto.config.data import DataConfig
-from reparto.data.corpus import Document, Part, TextFiles, open_corpus, python_library
+from reparto.data.corpus import Document, Part, TextFiles, python_library
 from reparto.data.files import find_files
-from reparto.data.split import survey
+from reparto.data.split import Survey, survey
 from reparto.errors import UserError
 
 
@@ -31,13 +30,9 @@ class Listed:
             yield Document(name=f"{number}", group=text[:1], parts=(Part(text=text),))
 
 
-def config(*, validation: float = 0.3, confirmation: float = 0.2, limit: int = 0) -> DataConfig:
-    return DataConfig(
-        source="text",
-        paths=("unused",),
-        validation_share=validation,
-        confirmation_share=confirmation,
-        max_bytes=limit,
+def surveyed(texts: Sequence[str], *, limit: int | None = None) -> Survey:
+    return survey(
+        Listed(tuple(texts)), validation_share=0.3, confirmation_share=0.2, limit_bytes=limit
     )
 
 
@@ -136,14 +131,14 @@ def test_what_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
 
 def test_a_corpus_of_empty_files_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path, {"a": b"", "b": b""})
-    table = DataConfig(source="text", paths=(str(root),))
+    corpus = TextFiles(find_files([str(root)]))
     with pytest.raises(UserError, match="the corpus holds no text"):
-        survey(open_corpus(table), table)
+        survey(corpus, validation_share=0.3, confirmation_share=0.2)
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=40))
 def test_equal_texts_never_stand_on_two_sides(texts: list[str]) -> None:
-    found = survey(Listed(tuple(texts)), config())
+    found = surveyed(texts)
     sides: dict[bytes, set[object]] = {}
     for entry in found.entries:
         sides.setdefault(entry.digest, set()).add(entry.split)
@@ -157,23 +152,23 @@ def test_equal_texts_never_stand_on_two_sides(texts: list[str]) -> None:
 
 def test_splits_have_their_shares_and_survive_growth_and_renaming() -> None:
     texts = tuple(f"document {number}" for number in range(4000))
-    small, large = survey(Listed(texts[:2000]), config()), survey(Listed(texts), config())
+    small, large = surveyed(texts[:2000]), surveyed(texts)
     counts = Counter(entry.split for entry in large.entries)
     assert counts["validation"] == pytest.approx(1200, abs=120)
     assert counts["confirmation"] == pytest.approx(800, abs=110)
     before = {entry.digest: entry.split for entry in small.entries}
     after = {entry.digest: entry.split for entry in large.entries}
     assert all(after[digest] == split for digest, split in before.items())
-    reversed_names = survey(Listed(texts[::-1]), config())
+    reversed_names = surveyed(texts[::-1])
     assert {entry.digest: entry.split for entry in reversed_names.entries} == after
 
 
 def test_a_limit_takes_whole_documents_of_a_fair_sample() -> None:
     texts = tuple(f"{number:04d} " + "x" * 95 for number in range(1000))
-    found = survey(Listed(texts), config(limit=20_050))
+    found = surveyed(texts, limit=20_050)
     kept = [entry for entry in found.entries if entry.split is not None]
     assert sum(entry.num_bytes for entry in kept) == 20_000
-    assert found.warnings == ("max_bytes = 20050 leaves 800 documents out",)
+    assert found.num_left_out == 800
     names = [int(entry.name) for entry in kept]
     assert 400 < sum(names) / len(names) < 600
     assert Counter(entry.split for entry in kept)["validation"] == pytest.approx(60, abs=25)
@@ -181,9 +176,9 @@ def test_a_limit_takes_whole_documents_of_a_fair_sample() -> None:
 
 def test_the_digest_is_of_what_is_used() -> None:
     texts = tuple(f"document {number}" for number in range(50))
-    assert survey(Listed(texts), config()).digest == survey(Listed(texts), config()).digest
+    assert surveyed(texts).digest == surveyed(texts).digest
     changed = (*texts[:-1], "another")
-    assert survey(Listed(changed), config()).digest != survey(Listed(texts), config()).digest
+    assert surveyed(changed).digest != surveyed(texts).digest
 
 
 def test_parts_are_part_of_the_content() -> None:
@@ -194,9 +189,8 @@ def test_parts_are_part_of_the_content() -> None:
 
 def test_a_file_that_changes_between_two_readings_is_an_error(tmp_path: Path) -> None:
     root = write(tmp_path, {"a.txt": b"one", "b.txt": b"two"})
-    table = DataConfig(source="text", paths=(str(root),))
-    corpus = open_corpus(table)
-    found = survey(corpus, table)
+    corpus = TextFiles(find_files([str(root)]))
+    found = survey(corpus, validation_share=0.3, confirmation_share=0.2)
     (root / "b.txt").write_bytes(b"three")
     with pytest.raises(UserError, match=r"b\.txt changed while it was being read"):
         list(found.read(corpus))

@@ -43,7 +43,7 @@ def table(corpus: Path, **changes: object) -> DataConfig:
 
 def texts_of(prepared: Prepared, split: str) -> list[str]:
     header = prepared.header.splits[split]  # type: ignore[index]
-    ids = np.fromfile(prepared.tokens_folder / f"{split}.tokens", dtype=prepared.header.dtype)
+    ids = np.fromfile(prepared.members[0].folder / f"{split}.tokens", dtype=prepared.header.dtype)
     assert len(ids) == header.num_tokens
     cuts = np.flatnonzero(ids == prepared.header.eod_id)
     pieces = np.split(ids, cuts + 1)[:-1]
@@ -69,14 +69,14 @@ def test_samples_are_the_text_shifted_by_one(corpus: Path, tmp_path: Path) -> No
     stream = b"\0".join(text.encode() for text in texts_of(prepared, "train"))
     dataset = prepared.train_dataset()
     for sample_id in range(len(dataset)):
-        input_ids, labels = dataset.sample(sample_id)
+        input_ids, labels = dataset[sample_id].input_ids_S, dataset[sample_id].labels_S
         assert input_ids.dtype == labels.dtype == np.int64
         start = 16 * sample_id
         found = bytes(0 if i == 256 else i for i in [*input_ids, labels[-1]])
         assert found == stream[start : start + 17]
         assert (input_ids[1:] == labels[:-1]).all()
     with pytest.raises(IndexError):
-        dataset.sample(len(dataset))
+        dataset[len(dataset)]
 
 
 def test_a_second_run_finds_everything_done(corpus: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_second_run_finds_everything_done(corpus: Path, tmp_path: Path) -> Non
         tmp_path / "cache",
         lambda what, share: told.append(what),
     )
-    assert longer.tokens_folder == first.tokens_folder and longer.folder != first.folder
+    assert longer.members[0].folder == first.members[0].folder and longer.folder != first.folder
     assert "encoding" not in told
 
 
@@ -113,8 +113,8 @@ def test_moving_the_corpus_changes_nothing(corpus: Path, tmp_path: Path) -> None
 
 
 def test_entropy_is_of_the_labels_own_frequencies(corpus: Path, tmp_path: Path) -> None:
-    assert entropy_nats(np.array([5, 5, 0, 5, 5])) == pytest.approx(math.log(4))
-    assert entropy_nats(np.zeros(3, dtype=np.int64)) == 0.0
+    assert entropy_nats(np.array([5.0, 5, 0, 5, 5])) == pytest.approx(math.log(4))
+    assert entropy_nats(np.zeros(3)) == 0.0
     prepared = prepare(table(corpus), tmp_path / "cache")
     text = b"\0".join(t.encode() for t in texts_of(prepared, "train")) + b"\0"
     shares = [text.count(byte) / len(text) for byte in set(text)]
@@ -236,12 +236,12 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("name", ["train.tokens", "validation.documents", "tokens.json"])
 def test_a_changed_cache_is_made_again(corpus: Path, tmp_path: Path, name: str) -> None:
     first = prepare(table(corpus), tmp_path / "cache")
-    content = (first.tokens_folder / name).read_bytes()
-    flip(first.tokens_folder / name) if name != "tokens.json" else (
-        first.tokens_folder / name
+    content = (first.members[0].folder / name).read_bytes()
+    flip(first.members[0].folder / name) if name != "tokens.json" else (
+        first.members[0].folder / name
     ).write_text("{")
     again = prepare(table(corpus), tmp_path / "cache")
-    assert (first.tokens_folder / name).read_bytes() == content
+    assert (first.members[0].folder / name).read_bytes() == content
     assert again.warnings == (f"cached {name} had been changed and was made again",)
 
 
@@ -264,7 +264,7 @@ def edit(path: Path, change: Callable[[dict[str, object]], None]) -> None:
 
 def test_workers_refuse_what_does_not_fit(corpus: Path, tmp_path: Path) -> None:
     prepared = prepare(table(corpus), tmp_path / "cache")
-    tokens = prepared.tokens_folder / "train.tokens"
+    tokens = prepared.members[0].folder / "train.tokens"
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
     with pytest.raises(UserError) as caught:
@@ -274,7 +274,7 @@ def test_workers_refuse_what_does_not_fit(corpus: Path, tmp_path: Path) -> None:
         f"({len(content) // 2} x uint16)"
     )
     tokens.write_bytes(content)
-    documents = prepared.tokens_folder / "train.documents"
+    documents = prepared.members[0].folder / "train.documents"
     pairs = np.fromfile(documents, dtype="<i8")
     for index, value, what in ((0, -1, "does not fit"), (1, 99, "names a group")):
         broken = pairs.copy()
@@ -284,10 +284,14 @@ def test_workers_refuse_what_does_not_fit(corpus: Path, tmp_path: Path) -> None:
             open_prepared(prepared.folder)
 
 
+OUTSIDE = [{"name": "", "weight": 1.0, "tokens": "../../elsewhere"}]
+
+
 @pytest.mark.parametrize(
     ("file", "key", "value", "what"),
     [
-        ("prepared.json", "tokens", "../../elsewhere", "does not describe prepared data"),
+        ("prepared.json", "tokenizer", "../../elsewhere", "does not describe prepared data"),
+        ("prepared.json", "members", OUTSIDE, "does not describe prepared data"),
         ("prepared.json", "format", "reparto-prepared/9", "has format `reparto-prepared/9`"),
         ("tokens.json", "dtype", "object", "dtype"),
         ("tokens.json", "format", "other", "has format `other`"),
@@ -298,7 +302,7 @@ def test_workers_refuse_odd_headers(
     corpus: Path, tmp_path: Path, file: str, key: str, value: object, what: str
 ) -> None:
     prepared = prepare(table(corpus), tmp_path / "cache")
-    folder = prepared.folder if file == "prepared.json" else prepared.tokens_folder
+    folder = prepared.folder if file == "prepared.json" else prepared.members[0].folder
     edit(folder / file, lambda described: described.update({key: value}))
     with pytest.raises(UserError, match=what):
         open_prepared(prepared.folder)

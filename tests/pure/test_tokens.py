@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reparto.errors import UserError
+from reparto.partition.packing import pack, pieces
 from reparto.partition.tokens import (
+    MixtureOrder,
     ShuffledOrder,
     balanced,
     batch_slices,
@@ -198,6 +200,70 @@ def test_evaluation_keeps_all_ranks_in_step(n: int, data: int, microbatch_size: 
     assert [sample for rank in cells for cell in rank for sample in cell] == list(range(n))
     assert len({len(rank) for rank in cells}) == 1
     assert all(len(cell) <= microbatch_size for rank in cells for cell in rank)
+
+
+members = st.lists(
+    st.tuples(st.integers(1, 30), st.sampled_from([0.25, 0.5, 1.0, 1.3, 2.0, 3.0])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(members, st.integers(1, 4), st.integers(0, 5))
+def test_a_mixture_reads_every_sample_by_its_weight(
+    corpora: list[tuple[int, float]], epochs: int, seed: int
+) -> None:
+    order = MixtureOrder(
+        seed=seed,
+        sizes=tuple(size for size, _ in corpora),
+        passes=tuple(passes for _, passes in corpora),
+    )
+    assert order.shares == tuple(round(passes * size) for size, passes in corpora)
+    if not order.epoch_length:
+        return
+    seen = Counter(order.at(range(epochs * order.epoch_length)))
+    first = 0
+    for (size, passes), share in zip(corpora, order.shares, strict=True):
+        counts = [seen[first + sample] for sample in range(size)]
+        assert sum(counts) == epochs * share
+        assert max(counts) - min(counts) <= 1
+        if passes == int(passes):
+            assert set(counts) == {epochs * int(passes)}
+        first += size
+
+
+def test_a_mixture_with_weights_of_one_is_every_sample_once_an_epoch_mixed() -> None:
+    order = MixtureOrder(seed=1, sizes=(50, 30), passes=(1.0, 1.0))
+    first, second = order.at(range(80)), order.at(range(80, 160))
+    assert sorted(first) == sorted(second) == list(range(80)) and first != second
+    assert 8 <= sum(sample >= 50 for sample in first[:40]) <= 22
+
+
+def test_a_mixture_is_a_pure_function_of_position() -> None:
+    order = MixtureOrder(seed=1, sizes=(7, 3, 5), passes=(1.0, 2.5, 0.5))
+    whole = order.at(range(100))
+    assert [order.at([position])[0] for position in reversed(range(100))] == whole[::-1]
+    assert order.at(range(37, 60)) == whole[37:60]
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 40))
+def test_packing_places_every_piece_once_and_whole(documents: list[int], capacity: int) -> None:
+    cut = [(d, piece) for d, tokens in enumerate(documents) for piece in pieces(tokens, capacity)]
+    asked = [(d, question) for d, piece in cut for question in piece]
+    assert asked == [(d, q) for d, tokens in enumerate(documents) for q in range(tokens - 1)]
+    lengths = [len(piece) for _, piece in cut]
+    bins = pack(lengths, capacity)
+    assert sorted(index for chosen in bins for index in chosen) == list(range(len(cut)))
+    assert all(sum(lengths[index] for index in chosen) <= capacity for chosen in bins)
+    filled = sorted(sum(lengths[index] for index in chosen) for chosen in bins)
+    assert len(filled) < 2 or filled[0] + filled[1] > capacity  # no two would have fitted into one
+
+
+def test_packing_finds_the_tight_fit() -> None:
+    assert pack([3, 7, 5, 5, 4, 6], 10) == [[1, 0], [5, 4], [2, 3]]
+    assert pack([], 10) == []
+    assert pieces(1, 8) == [] and pieces(9, 8) == [range(8)]
+    assert pieces(11, 8) == [range(8), range(8, 10)]
 
 
 @settings(max_examples=50)

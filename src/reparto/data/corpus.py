@@ -1,4 +1,4 @@
-"""Sources of text: what a document is, and the two corpora that need no format.
+"""What a document is, and the two corpora that need no format.
 
 A document is one text that stands alone, and its group is what its validation loss is summed
 under: the top-level package of a library, the top-level folder of the user's files. The default
@@ -12,18 +12,18 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from reparto.config.data import DataConfig
+import numpy as np
+import numpy.typing as npt
+
 from reparto.data.files import (
     TextFile,
     by_group_and_name,
-    find_files,
     raise_unreadable,
     read_pieces,
     regular_size,
@@ -81,10 +81,34 @@ class Document:
         return hashed.digest()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenDocument:
+    """A document that is encoded already."""
+
+    name: str
+    "as `Document.name`"
+    group: str
+    "as `Document.group`"
+    ids: npt.NDArray[np.int64]
+    "its tokens, without an end-of-document token"
+
+    @property
+    def num_bytes(self) -> int:
+        """Two a token: the size of the usual token file."""
+        return 2 * len(self.ids)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the ids."""
+        return hashlib.sha256(b"ids " + self.ids.astype("<i8").tobytes()).digest()
+
+
+AnyDocument = Document | TokenDocument
+
+
 class Corpus(Protocol):
     """Anything that yields documents in a fixed order, any number of times."""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[AnyDocument]:
         """All documents that hold text, in the same order at every call."""
         ...
 
@@ -156,10 +180,3 @@ class TextFiles:
         total = sum(regular_size(file.path) for file in self.files)
         smallest, largest = _PIECE_BYTES
         return max(smallest, min(largest, total // _FEW_FILES))
-
-
-def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus that the config names. Raises `UserError` when a path matches nothing."""
-    if config.source == "python-stdlib":
-        return python_library(Path(sysconfig.get_path("stdlib")))
-    return TextFiles(find_files(config.paths))

@@ -7,14 +7,14 @@ memory small; each is written as it comes, except the held-out ones, which wait 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from reparto.data.corpus import Corpus, Document
+from reparto.data.corpus import AnyDocument, Corpus, Document, TokenDocument
 from reparto.data.split import SPLITS, Split, Survey
-from reparto.data.store import FORMAT, Header, SplitWriter, dtype_for, write_header
+from reparto.data.store import FORMAT, Flags, Header, Ids, SplitWriter, dtype_for, write_header
 from reparto.data.tokenize import Tokenizer
 
 _ENCODE_AT_ONCE_BYTES = 1 << 20
@@ -30,7 +30,8 @@ def sample_texts(corpus: Corpus, surveyed: Survey, limit_bytes: int) -> Iterator
             room[entry.digest] = left
             left -= entry.num_bytes
     for split, document in surveyed.read(corpus):
-        if split == "train" and (most := room.pop(document.digest(), 0)):
+        most = room.pop(document.digest(), 0) if split == "train" else 0
+        if most and isinstance(document, Document):
             yield document.text.encode()[:most].decode(errors="ignore")
 
 
@@ -54,17 +55,13 @@ def encode(
         for split in SPLITS
     }
     for batch in _batches(surveyed.read(corpus)):
-        texts = [part.text for _, document in batch for part in document.parts]
-        encoded = iter(tokenizer.encode_batch(texts))
-        for split, document in batch:
-            pieces = [next(encoded) for _ in document.parts]
-            flags = [part.counted for part in document.parts]
-            lengths = [len(piece) for piece in pieces]
+        encoded = _encode_batch([document for _, document in batch], tokenizer)
+        for (split, document), (ids, counted) in zip(batch, encoded, strict=True):
             writers[split].add(
                 group=index[document.group],
                 num_bytes=document.num_bytes,
-                ids=np.array([*itertools.chain(*pieces), tokenizer.eod_id], dtype=np.int64),
-                counted=np.repeat([*flags, flags[-1]], [*lengths, 1]),
+                ids=ids,
+                counted=counted,
             )
             done += document.num_bytes
         told("encoding", done / total)
@@ -83,10 +80,28 @@ def encode(
     )
 
 
+def _encode_batch(
+    documents: Sequence[AnyDocument], tokenizer: Tokenizer
+) -> Iterator[tuple[Ids, Flags]]:
+    """(ids with the end of the document, which of them are labels) of each document."""
+    texts = [p.text for one in documents if isinstance(one, Document) for p in one.parts]
+    encoded = iter(tokenizer.encode_batch(texts))
+    for document in documents:
+        if isinstance(document, TokenDocument):
+            ids = np.append(document.ids, tokenizer.eod_id)
+            yield ids, np.ones(len(ids), dtype=np.bool_)
+        else:
+            pieces = [next(encoded) for _ in document.parts]
+            flags = [part.counted for part in document.parts]
+            lengths = [len(piece) for piece in pieces]
+            ids = np.array([*itertools.chain(*pieces), tokenizer.eod_id], dtype=np.int64)
+            yield ids, np.repeat([*flags, flags[-1]], [*lengths, 1])
+
+
 def _batches(
-    documents: Iterator[tuple[Split, Document]],
-) -> Iterator[list[tuple[Split, Document]]]:
-    batch: list[tuple[Split, Document]] = []
+    documents: Iterator[tuple[Split, AnyDocument]],
+) -> Iterator[list[tuple[Split, AnyDocument]]]:
+    batch: list[tuple[Split, AnyDocument]] = []
     size = 0
     for split, document in documents:
         batch.append((split, document))

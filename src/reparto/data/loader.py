@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from reparto.data.dataset import IGNORED, TokenSample
+from reparto.data.dataset import IGNORED, MapDataset, Ordered, TokenSample
 from reparto.errors import UserError
 from reparto.partition.tokens import (
     BatchSplit,
@@ -36,23 +36,10 @@ from reparto.partition.tokens import (
 )
 
 SampleT = TypeVar("SampleT")
-SampleT_co = TypeVar("SampleT_co", covariant=True)
 BatchT = TypeVar("BatchT")
 
 #: steps that are read ahead; two, so that one is always whole while the next is being read
 _STEPS_AHEAD = 2
-
-
-class MapDataset(Protocol[SampleT_co]):
-    """Anything with a length and an index."""
-
-    def __len__(self) -> int:
-        """Samples, over all ranks."""
-        ...
-
-    def __getitem__(self, index: int, /) -> SampleT_co:
-        """Sample `index`: the same at every call."""
-        ...
 
 
 #: samples and the number of rows wanted to a batch; fewer samples than rows (in evaluation even
@@ -74,6 +61,10 @@ class Microbatch:
     "of the real sequences; rows after them are padding"
     num_tokens: int
     "labels that are asked: what this microbatch adds to the global count"
+    position_ids_BS: torch.Tensor | None = None
+    "int64 place of each token in its document; None: its place in the sequence"
+    segment_ids_BS: torch.Tensor | None = None
+    "int64 which packed document each token belongs to, attention must not cross; None: one text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,22 +75,32 @@ class TokenCollate:
     "tokens a sequence"
     pad_id: int
     "token that padding sequences hold"
+    packed: bool = False
+    "whether samples hold several documents, so that batches carry their positions and segments"
 
     def __call__(self, samples: Sequence[TokenSample], pad_to: int) -> Microbatch:
         shape = (max(pad_to, len(samples)), self.sequence_length)
         input_ids_BS = np.full(shape, self.pad_id, dtype=np.int64)
         labels_BS = np.full(shape, IGNORED, dtype=np.int64)
         group_ids_B = np.zeros(shape[0], dtype=np.int64)
+        position_ids_BS = np.tile(np.arange(self.sequence_length), (shape[0], 1))
+        segment_ids_BS = np.zeros(shape, dtype=np.int64)
         for row, sample in enumerate(samples):
             input_ids_BS[row] = sample.input_ids_S
             labels_BS[row] = sample.labels_S
             group_ids_B[row] = sample.group
+            assert self.packed == (sample.segment_ids_S is not None)
+            if sample.segment_ids_S is not None and sample.position_ids_S is not None:
+                position_ids_BS[row] = sample.position_ids_S
+                segment_ids_BS[row] = sample.segment_ids_S
         return Microbatch(
             input_ids_BS=torch.from_numpy(input_ids_BS),
             labels_BS=torch.from_numpy(labels_BS),
             group_ids_B=torch.from_numpy(group_ids_B),
             sample_ids=tuple(sample.sample_id for sample in samples),
             num_tokens=int((labels_BS != IGNORED).sum()),
+            position_ids_BS=torch.from_numpy(position_ids_BS) if self.packed else None,
+            segment_ids_BS=torch.from_numpy(segment_ids_BS) if self.packed else None,
         )
 
 
@@ -142,7 +143,7 @@ class Loader(Generic[SampleT, BatchT]):
         self.sample_ids: tuple[tuple[int, ...], ...] = ()
         "samples of the step that was handed out last, by microbatch"
         self._dataset, self._collate = dataset, collate
-        self._order: Order = order or ShuffledOrder(seed=seed, num_samples=len(dataset))
+        self._order: Order = order or _order_of(dataset, seed)
         self._batch_size = batch_size
         self._cells = self.split.cells[data_rank]
         self._workers = workers
@@ -219,6 +220,14 @@ class Loader(Generic[SampleT, BatchT]):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _order_of(dataset: object, seed: int) -> Order:
+    """The order a dataset asks for (a mixture's), or each sample once an epoch, shuffled."""
+    if isinstance(dataset, Ordered):
+        return dataset.order(seed)
+    assert isinstance(dataset, Sized)
+    return ShuffledOrder(seed=seed, num_samples=len(dataset))
 
 
 class _ReadAhead(Generic[BatchT]):

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from reparto.config.data import DataConfig
-from reparto.data.corpus import Corpus, Document
+from reparto.data.corpus import AnyDocument, Corpus
 from reparto.errors import UserError
 
 Split = Literal["train", "validation", "confirmation"]
@@ -54,7 +53,12 @@ class Survey:
     warnings: tuple[str, ...]
     "sentences for the user"
 
-    def read(self, corpus: Corpus) -> Iterator[tuple[Split, Document]]:
+    @property
+    def num_left_out(self) -> int:
+        """Documents that are not used, because of the limit."""
+        return sum(entry.split is None for entry in self.entries)
+
+    def read(self, corpus: Corpus) -> Iterator[tuple[Split, AnyDocument]]:
         """The documents in use with their split, checked to be those that were surveyed."""
         documents = corpus.documents()
         for entry in self.entries:
@@ -66,9 +70,14 @@ class Survey:
 
 
 def survey(
-    corpus: Corpus, config: DataConfig, progress: Callable[[str, float], None] | None = None
+    corpus: Corpus,
+    *,
+    validation_share: float,
+    confirmation_share: float,
+    limit_bytes: int | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Survey:
-    """Hash every document, choose within `max_bytes`, and assign splits.
+    """Hash every document, choose within `limit_bytes`, and assign splits.
 
     Raises `UserError` for a corpus without text.
     """
@@ -91,16 +100,27 @@ def survey(
             where="data.paths",
             nearest="name files with text, or a longer corpus",
         )
-    kept = _within(entries, config.byte_limit)
-    assigned = _assign(kept, config.validation_share, config.confirmation_share)
+    kept = _within(entries, limit_bytes)
+    assigned = _assign(kept, validation_share, confirmation_share)
     hashed = hashlib.sha256()
     for entry in assigned:
         if entry.split is not None:
             for word in (entry.name.encode(), entry.group.encode(), entry.digest):
                 hashed.update(b"%d " % len(word))
                 hashed.update(word)
+    wanted: list[Split] = ["train"]
+    wanted += ["validation"] if validation_share else []
+    wanted += ["confirmation"] if confirmation_share else []
+    used = [entry for entry in assigned if entry.split is not None]
+    found = {entry.split for entry in used}
     return Survey(
-        entries=tuple(assigned), digest=hashed.hexdigest(), warnings=tuple(_warn(assigned, config))
+        entries=tuple(assigned),
+        digest=hashed.hexdigest(),
+        warnings=tuple(
+            f"{len(used)} document(s) are too few for a {split} part: it is empty"
+            for split in wanted
+            if split not in found
+        ),
     )
 
 
@@ -140,16 +160,3 @@ def _assign(entries: Sequence[Entry], validation: float, confirmation: float) ->
         if shares[split] and not counts[split] and donors:
             of[donors[0]] = split
     return [e if e.split is None else replace(e, split=of[e.digest]) for e in entries]
-
-
-def _warn(entries: Iterable[Entry], config: DataConfig) -> Iterator[str]:
-    used = [entry for entry in entries if entry.split is not None]
-    left_out = sum(entry.split is None for entry in entries)
-    if left_out and config.max_bytes:
-        yield f"max_bytes = {config.max_bytes} leaves {left_out} documents out"
-    for split, share in (
-        ("validation", config.validation_share),
-        ("confirmation", config.confirmation_share),
-    ):
-        if share and not any(entry.split == split for entry in used):
-            yield f"{len(used)} document(s) are too few for a {split} part: it is empty"

@@ -7,6 +7,7 @@ One folder holds one corpus encoded by one tokenizer:
 | `tokens.json` | the header: dtype, groups, and of each split counts, entropy and digests |
 | `SPLIT.tokens` | ids, each document with its end-of-document token, all documents in a row |
 | `SPLIT.documents` | int64 pairs, one a document: end offset in tokens, index of its group |
+| `SPLIT.frequencies` | int64 a token of the vocabulary: how often it is a label |
 | `SPLIT.counted` | uint8 a token, 1 where it is a label; only where some token is none |
 
 All little-endian; ids are uint16 for vocabularies up to 65,536 and uint32 above.
@@ -36,7 +37,7 @@ FORMAT = "reparto-tokens/1"
 HEADER = "tokens.json"
 
 Ids = npt.NDArray[np.int64]
-FileKind = Literal["tokens", "documents", "counted"]
+FileKind = Literal["tokens", "documents", "counted", "frequencies"]
 Flags = npt.NDArray[np.bool_]
 
 #: label tokens whose frequencies are counted at once
@@ -66,8 +67,6 @@ class SplitHeader(BaseModel):
     "UTF-8 bytes of text"
     num_labels: int = Field(ge=0)
     "tokens that are counted as labels"
-    unigram_entropy_nats: float = Field(ge=0)
-    "entropy of the label tokens' own frequencies: what knowing only frequencies can reach"
     digests: dict[FileKind, str]
     "hexadecimal SHA-256 of each file"
 
@@ -111,8 +110,8 @@ class SplitWriter:
         self._frequencies = np.zeros(vocab_size, dtype=np.int64)
         self._held: list[tuple[int, int, Ids, Flags]] | None = [] if by_group else None
         self._labels: list[Ids] = []
-        self._tokens = _Stream(folder / f"{split}.tokens")
-        self._counted: _Stream | None = None
+        self._tokens = Stream(folder / f"{split}.tokens")
+        self._counted: Stream | None = None
         self._documents: list[tuple[int, int]] = []
         self._num_tokens = self._num_bytes = 0
 
@@ -125,7 +124,7 @@ class SplitWriter:
 
     def _write(self, group: int, num_bytes: int, ids: Ids, counted: Flags) -> None:
         if self._counted is None and not counted.all():
-            self._counted = _Stream(self._folder / f"{self._split}.counted")
+            self._counted = Stream(self._folder / f"{self._split}.counted")
             self._counted.write(np.ones(self._num_tokens, dtype=np.uint8))
         if self._counted is not None:
             self._counted.write(counted.astype(np.uint8))
@@ -148,9 +147,15 @@ class SplitWriter:
         for document in sorted(self._held or (), key=lambda held: held[0]):
             self._write(*document)
         self._count_labels()
-        documents = _Stream(self._folder / f"{self._split}.documents")
+        documents = Stream(self._folder / f"{self._split}.documents")
         documents.write(np.array(self._documents, dtype="<i8").reshape(-1, 2))
-        streams: dict[FileKind, _Stream] = {"tokens": self._tokens, "documents": documents}
+        frequencies = Stream(self._folder / f"{self._split}.frequencies")
+        frequencies.write(self._frequencies.astype("<i8"))
+        streams: dict[FileKind, Stream] = {
+            "tokens": self._tokens,
+            "documents": documents,
+            "frequencies": frequencies,
+        }
         if self._counted is not None:
             streams["counted"] = self._counted
         return SplitHeader(
@@ -158,31 +163,32 @@ class SplitWriter:
             num_documents=len(self._documents),
             num_bytes=self._num_bytes,
             num_labels=int(self._frequencies.sum()),
-            unigram_entropy_nats=entropy_nats(self._frequencies),
             digests={kind: stream.close() for kind, stream in streams.items()},
         )
 
 
-class _Stream:
-    """A file that knows its own digest."""
+class Stream:
+    """A new file of numbers that knows its own digest."""
 
     def __init__(self, path: Path) -> None:
         self._file = create(path)
         self._hashed = hashlib.sha256()
 
     def write(self, values: npt.NDArray[np.generic]) -> None:
+        """Append the numbers."""
         content = values.tobytes()
         self._hashed.update(content)
         self._file.write(content)
 
     def close(self) -> str:
+        """The hexadecimal SHA-256 of all that was written."""
         self._file.close()
         return self._hashed.hexdigest()
 
 
-def entropy_nats(frequencies: npt.NDArray[np.int64]) -> float:
-    """-sum p ln p of these counts; 0 when there are none."""
-    total = int(frequencies.sum())
+def entropy_nats(frequencies: npt.NDArray[np.float64]) -> float:
+    """-sum p ln p of these counts (weighted, so fractional); 0 when there are none."""
+    total = float(frequencies.sum())
     if not total:
         return 0.0
     p = frequencies[frequencies > 0] / total
@@ -230,12 +236,12 @@ def _first(error: ValidationError) -> str:
 def open_split(folder: Path, header: Header, split: Split) -> TokenSplit:
     """Map one split. Raises `UserError` when a file's size or an offset is not the header's."""
     told = header.splits[split]
-    ids = _mapped(folder / f"{split}.tokens", header.dtype, told.num_tokens)
-    pairs = _mapped(folder / f"{split}.documents", "int64", 2 * told.num_documents)
+    ids = map_array(folder / f"{split}.tokens", header.dtype, told.num_tokens)
+    pairs = map_array(folder / f"{split}.documents", "int64", 2 * told.num_documents)
     documents = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     counted = None
     if "counted" in told.digests:
-        counted = _mapped(folder / f"{split}.counted", "uint8", told.num_tokens).view(np.uint8)
+        counted = map_array(folder / f"{split}.counted", "uint8", told.num_tokens).view(np.uint8)
     ends, groups = documents[:, 0], documents[:, 1]
     edges = np.concatenate([[0], ends])
     if (np.diff(edges) <= 0).any() or edges[-1] != told.num_tokens:
@@ -245,7 +251,14 @@ def open_split(folder: Path, header: Header, split: Split) -> TokenSplit:
     return TokenSplit(ids=ids, ends=ends, groups=groups, counted=counted)
 
 
-def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[np.generic]:
+def open_frequencies(folder: Path, header: Header, split: Split) -> npt.NDArray[np.float64]:
+    """How often each token is a label of a split, (vocabulary,)."""
+    path = folder / f"{split}.frequencies"
+    return map_array(path, "int64", header.vocab_size).astype(np.float64)
+
+
+def map_array(path: Path, dtype: str, count: int) -> npt.NDArray[np.generic]:
+    """A file of exactly `count` numbers, mapped. Raises `UserError` for another size."""
     size = count * little_endian(dtype).itemsize
     try:
         found = path.stat().st_size
@@ -256,7 +269,7 @@ def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[np.generic]:
             )
         if not count:
             return np.empty(0, dtype=little_endian(dtype))
-        return np.memmap(path, dtype=little_endian(dtype), mode="r")
+        return np.asarray(np.memmap(path, dtype=little_endian(dtype), mode="r"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", where=str(path.parent)) from error
 

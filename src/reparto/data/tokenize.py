@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 #: what other people's tokenizers call the token that ends a text, most specific first
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]")
+
+_NONE = re.compile(r'\{"kind": "none", "vocab_size": (\d+), "eod_id": (\d+)\}')
 
 
 class Tokenizer(Protocol):
@@ -127,6 +130,39 @@ class LibraryTokenizer:
         return self._json
 
 
+class NoTokenizer:
+    """Stands for a tokenizer that is not at hand: sizes are known, text is not."""
+
+    def __init__(self, vocab_size: int, eod_id: int) -> None:
+        self.vocab_size, self.eod_id = vocab_size, eod_id
+
+    @property
+    def digest(self) -> str:
+        """Of its two numbers."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Raises `UserError`."""
+        raise UserError(
+            "tokenizer `none` cannot turn text into tokens or back",
+            where="data.tokenizer",
+            legal="the tokenizer.json that made the tokens, or bytes",
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Raises `UserError` if there is any text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The numbers."""
+        return " ".join(map(str, ids))
+
+    def to_json(self) -> str:
+        """Its two numbers."""
+        numbers = {"vocab_size": self.vocab_size, "eod_id": self.eod_id}
+        return json.dumps({"kind": "none", **numbers})
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     """Byte-level BPE of at most `vocab_size` tokens: the end of a document, 256 bytes, then merges.
 
@@ -158,6 +194,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"cannot read {path}: {why}", where="data.tokenizer") from error
     if text == ByteTokenizer().to_json():
         return ByteTokenizer()
+    if (none := _NONE.fullmatch(text)) is not None:
+        return NoTokenizer(int(none[1]), int(none[2]))
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception

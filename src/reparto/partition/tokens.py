@@ -34,16 +34,18 @@ _MASK = (1 << 64) - 1
 class Permutation:
     """A pseudo-random bijection on range(n): `p[i]` is the sample at place i of the epoch.
 
-    A pure function of (seed, epoch, n). Equal seeds give equal orders on every machine and Python.
+    A pure function of (seed, epoch, n, stream), equal on every machine and Python; streams are
+    unrelated orders of one seed.
     """
 
-    def __init__(self, seed: int, epoch: int, n: int) -> None:
+    def __init__(self, seed: int, epoch: int, n: int, stream: int = 0) -> None:
         assert n >= 1 and epoch >= 0
         self.n = n
         # rows x columns >= n, and fewer than n + rows cells: walking on is rare (1 / sqrt(n))
         self._rows = math.isqrt(n - 1) + 1
         self._columns = -(-n // self._rows)
-        digest = hashlib.blake2b(f"reparto order {seed} {epoch}".encode(), digest_size=64).digest()
+        key = f"reparto order {seed} {epoch}" + (f" {stream}" if stream else "")
+        digest = hashlib.blake2b(key.encode(), digest_size=64).digest()
         self._keys = tuple(
             int.from_bytes(digest[8 * r : 8 * r + 8], "little") for r in range(_ROUNDS)
         )
@@ -128,6 +130,60 @@ class ShuffledOrder:
             if epoch not in orders:
                 orders[epoch] = Permutation(self.seed, epoch, self.num_samples)
             found.append(orders[epoch][place])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOrder:
+    """Several corpora in one order, each read `passes` times an epoch; a pure function of position.
+
+    An epoch has round(passes x samples) places of each corpus, shuffled together. The places of a
+    corpus go through it pass after pass, each pass in an order of its own, and the next epoch takes
+    up where this one stopped. So after any number of whole epochs no sample of a corpus was read
+    more than once oftener than another of it, and with passes = 1 each was read once in each epoch.
+    Sample ids count through the corpora in their order, as if they were one.
+    """
+
+    seed: int
+    "the run's seed"
+    sizes: tuple[int, ...]
+    "samples of each corpus"
+    passes: tuple[float, ...]
+    "passes over each corpus an epoch"
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Places an epoch of each corpus."""
+        return tuple(
+            round(passes * size) for passes, size in zip(self.passes, self.sizes, strict=True)
+        )
+
+    @property
+    def epoch_length(self) -> int:
+        """Positions an epoch, over all corpora."""
+        return sum(self.shares)
+
+    def at(self, positions: Sequence[int]) -> list[int]:
+        """The sample at each position, O(number of corpora) each."""
+        orders: dict[tuple[int, int], Permutation] = {}
+
+        def order(epoch: int, size: int, stream: int) -> Permutation:
+            if (epoch, stream) not in orders:
+                orders[epoch, stream] = Permutation(self.seed, epoch, size, stream)
+            return orders[epoch, stream]
+
+        shares, length = self.shares, self.epoch_length
+        found = []
+        for position in positions:
+            epoch, place = divmod(position, length)
+            place, first, corpus = order(epoch, length, 0)[place], 0, 0
+            while place >= shares[corpus]:
+                place -= shares[corpus]
+                first += self.sizes[corpus]
+                corpus += 1
+            size = self.sizes[corpus]
+            reading, turn = divmod(epoch * shares[corpus] + place, size)
+            found.append(first + order(reading, size, corpus + 1)[turn])
         return found
 
 
