@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from reparto.config.data import STDLIB_MAX_BYTES, DataConfig, byte_limit
 from reparto.config.validate import build
@@ -39,6 +41,29 @@ def test_bad_tables(table: dict[str, object], where: str, nearest: str) -> None:
 def test_a_table_survives_being_written_and_read() -> None:
     config = build(DataConfig, {"source": "text", "paths": ["a", "b/*"], "validation_share": 0})
     assert build(DataConfig, config.model_dump(mode="json")) == config
+
+
+def test_a_mixture_survives_a_file() -> None:
+    text = """
+    source = "mixture"
+    [[mixture]]
+    name = "code"
+    source = "python-stdlib"
+    [[mixture]]
+    name = "chat"
+    source = "jsonl"
+    paths = ["chat.jsonl"]
+    record = "chat"
+    weight = 2
+    """
+    config = build(DataConfig, tomllib.loads(text), where="data")
+    assert [(where, one.source) for where, one in config.corpora()] == [
+        ("data.mixture.code", "python-stdlib"),
+        ("data.mixture.chat", "jsonl"),
+    ]
+    written = tomli_w.dumps(config.model_dump(mode="json"))
+    assert build(DataConfig, tomllib.loads(written), where="data") == config
+    assert config.absolute(Path("/x")).mixture[1].paths == ("/x/chat.jsonl",)
 
 
 def test_only_the_default_corpus_has_a_limit_of_its_own() -> None:

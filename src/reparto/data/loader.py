@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from reparto.data.dataset import IGNORED, MapDataset, Ordered, TokenSample
+from reparto.data.prepared import Prepared
 from reparto.errors import UserError
 from reparto.partition.tokens import (
     BatchSplit,
@@ -89,8 +90,8 @@ class TokenCollate:
             input_ids_BS[row] = sample.input_ids_S
             labels_BS[row] = sample.labels_S
             group_ids_B[row] = sample.group
-            assert self.packed == (sample.segment_ids_S is not None)
             if sample.segment_ids_S is not None and sample.position_ids_S is not None:
+                self._refuse_lost_segments()
                 position_ids_BS[row] = sample.position_ids_S
                 segment_ids_BS[row] = sample.segment_ids_S
         return Microbatch(
@@ -102,6 +103,24 @@ class TokenCollate:
             position_ids_BS=torch.from_numpy(position_ids_BS) if self.packed else None,
             segment_ids_BS=torch.from_numpy(segment_ids_BS) if self.packed else None,
         )
+
+    def _refuse_lost_segments(self) -> None:
+        """Packed samples without their segments would let attention cross documents, unseen."""
+        if not self.packed:
+            raise UserError(
+                "packed documents need a model that is given their segments and positions",
+                where="data.packing",
+                nearest='packing = "stream"',
+            )
+
+
+def collate_for(prepared: Prepared) -> TokenCollate:
+    """The collate of prepared data, for training and evaluation."""
+    return TokenCollate(
+        sequence_length=prepared.sequence_length,
+        pad_id=prepared.header.eod_id,
+        packed=bool(prepared.pieces),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
