@@ -159,6 +159,16 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_what_a_killed_process_left_is_swept_after_a_day(tmp_path: Path) -> None:
+    old, fresh = tmp_path / ".building-old", tmp_path / ".building-fresh"
+    for folder in (old, fresh):
+        folder.mkdir()
+        (folder / "half").write_text("x")
+    os.utime(old, (0, 0))
+    publish(tmp_path / "key", lambda building: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".building-fresh", "key"]
+
+
 def test_a_place_that_cannot_be_written_is_said(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write") as caught:

@@ -11,11 +11,16 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from reparto.errors import UserError
+
+#: a folder that is still being built after this long was left by a process that was killed
+_ABANDONED_S = 24 * 3600
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
@@ -33,6 +38,7 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
     """
     try:
         _make_private(folder.parent)
+        _sweep(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
             write(building)
@@ -55,7 +61,15 @@ def _make_private(folder: Path) -> None:
     """The folder and its missing parents, mode 0700 (`mkdir(parents=True)` does not pass it on)."""
     if not folder.parent.is_dir():
         _make_private(folder.parent)
+        _sweep(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    for left in folder.glob(".building-*"):
+        with suppress(FileNotFoundError):  # its owner has just finished it
+            if left.stat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def create(path: Path) -> BinaryIO:

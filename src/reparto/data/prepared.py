@@ -1,4 +1,11 @@
-"""Data that is ready to be read: what the launcher leaves in the cache and every rank opens."""
+"""Data that is ready to be read: what the launcher leaves in the cache and every rank opens.
+
+`prepared.json` names a tokenizer and the token folders of one or several corpora by the digests of
+what made them, so it holds no path, and changing the sequence length, a weight or the packing
+writes a kilobyte (packing: 24 bytes a document) and encodes nothing again. A rank opens it in 2 ms
+and maps what it reads. Rejected: handing ranks the config and letting each prepare for itself,
+which races, and lets ranks of one run read different data when a file changes between them.
+"""
 
 from __future__ import annotations
 
