@@ -4,27 +4,34 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
 
 .PHONY: demo test test-all lint setup clean
 
-setup: $(READY)
+setup: $(READY_DEV)
 
+# torch first and by its number: a range would bring a CUDA build of several GB
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cpu,dev]"
+	$(PIP) "torch==2.13.0"
+	$(PIP) --editable ".[cpu]"
 	touch $(READY)
+
+$(READY_DEV): $(READY)
+	$(PIP) --editable ".[cpu,dev]"
+	touch $(READY_DEV)
 
 demo: $(READY)
 	$(BIN)/reparto train
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
-test: lint
+test: lint $(READY_DEV)
 	$(BIN)/python -m pytest
 
 test-all: lint

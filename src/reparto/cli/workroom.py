@@ -12,14 +12,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from reparto.checkpoint.layout import Parent, moment_name
 from reparto.checkpoint.load import Checkpoint, find_latest
-from reparto.checkpoint.save import Piece, save
+from reparto.checkpoint.save import Saver
+from reparto.checkpoint.snapshot import Piece, Snapshot
+from reparto.checkpoint.share import writes
 from reparto.cli.evidence import stage_records
 from reparto.cli.rundir import cut_metrics, write_private
 from reparto.comm.mesh import Mesh
 from reparto.config.run import Run
 from reparto.data.prepare import Prepared
-from reparto.errors import UserError
 from reparto.evidence.ledger import Ledger, load_key
 from reparto.evidence.provenance import collect
 from reparto.recover.worker import StopRequest
@@ -65,7 +67,16 @@ class Room:
         self._run_dir, self._run, self._mesh = run_dir, run, mesh
         self._prepared, self._start = prepared, start
         self._key = load_key(run_dir / "key")
-        self._parent: str | None = None
+        self._parent: Parent | None = None
+        self._passed_over: tuple[str, ...] = ()
+        self._saver = Saver(
+            run_dir / "checkpoints",
+            run=run_dir.name,
+            key=self._key,
+            rank=mesh.rank,
+            exchange=self._exchange,
+            keep=run.recover.keep,
+        )
         self._first_step = 1
         checkpoint = self._find() if start["resume"] else None
         position = int(str(checkpoint.manifest.state["position"])) if checkpoint else 0
@@ -82,22 +93,18 @@ class Room:
     # -- start ---------------------------------------------------------------------------------
 
     def _find(self) -> Checkpoint:
-        """The newest whole checkpoint: rank 0 looks, all take its answer."""
-        world, name = self._mesh.world, b""
-        if world.index == 0:
-            try:
-                name = find_latest(self._run_dir / "checkpoints", key=self._key).path.name.encode()
-            except UserError as error:
-                name = b"!" + str(error.what).encode()
-        name = world.exchange(name, tag="resume from")[0]
-        if name.startswith(b"!"):
-            raise UserError(
-                name[1:].decode(),
-                where="--resume",
-                legal="a run with a whole checkpoint",
-                nearest="start a new run without --resume",
-            )
-        return find_latest(self._run_dir / "checkpoints", key=self._key, only=name.decode())
+        """The newest whole checkpoint; all ranks take the same one, each having digested a part."""
+        found = find_latest(
+            self._run_dir / "checkpoints",
+            key=self._key,
+            rank=self._mesh.rank,
+            exchange=self._exchange,
+        )
+        self._passed_over = found.skipped
+        return found.checkpoint
+
+    def _exchange(self, row: bytes) -> list[bytes]:
+        return self._mesh.world.exchange(row, tag="checkpoint")
 
     def _open_ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
         if self._mesh.rank != 0:
@@ -108,7 +115,7 @@ class Room:
             return Ledger.open(
                 path,
                 self._key,
-                known_count=int(known["count"]),
+                known_count=int(str(known["count"])),
                 known_head=str(known["head"]),
             )
         return Ledger.open(path, self._key)
@@ -137,32 +144,30 @@ class Room:
         state = self._state
         optimizer = state.trainer.optimizer
         assert optimizer is not None
-        checkpoint.verify()
         parallel = state.parallel
-        shapes = {name: one.shape for name, one in parallel.table.items() if one.tied_to is None}
-        wanted = dict(shapes)
-        for name in shapes:
-            wanted[f"exp_avg/{name}"] = wanted[f"exp_avg_sq/{name}"] = shapes[name]
-        checkpoint.check_against(wanted)
+        checkpoint.check_against(
+            {name: one.shape for name, one in parallel.table.items() if one.tied_to is None}
+        )
         updates = int(str(checkpoint.manifest.state["updates"]))
         for one in parallel.strategy.owned():
             one.weight.copy_(checkpoint.read(one.name, one.rectangle))
             optimizer.load(
                 one.name,
-                checkpoint.read(f"exp_avg/{one.name}", one.rectangle),
-                checkpoint.read(f"exp_avg_sq/{one.name}", one.rectangle),
+                checkpoint.read(moment_name("exp_avg", one.name), one.rectangle),
+                checkpoint.read(moment_name("exp_avg_sq", one.name), one.rectangle),
                 updates,
             )
         parallel.strategy.publish()
         state.trainer.updates = updates
         self._first_step = checkpoint.manifest.step + 1
-        self._parent = checkpoint.path.name
+        self._parent = checkpoint.parent
         if self._mesh.rank == 0:
             dropped = cut_metrics(self._run_dir / "metrics.jsonl", checkpoint.manifest.step)
             self._sink.event(
                 "resume",
                 {"checkpoint": checkpoint.path.name, "step": checkpoint.manifest.step,
-                 "rows_dropped": dropped, "plan": self._run.partition.text},
+                 "written_by_plan": checkpoint.manifest.plan, "plan": self._run.partition.text,
+                 "rows_dropped": dropped, "passed_over": list(self._passed_over)},
             )  # fmt: skip
 
     # -- run -----------------------------------------------------------------------------------
@@ -186,48 +191,48 @@ class Room:
         state, mesh = self._state, self._mesh
         optimizer = state.trainer.optimizer
         assert optimizer is not None
+        table = state.parallel.table
+        mine = writes(table, mesh.grid, mesh.rank)  # of equal copies, each is written once
         pieces: list[Piece] = []
         for one in state.parallel.strategy.owned():
-            if not one.counts:
-                continue  # another rank writes the equal copy
-            shape = state.parallel.table[one.name].shape
+            if one.name not in mine:
+                continue
             exp_avg, exp_avg_sq = optimizer.moments(one.name)
             for name, tensor in (
                 (one.name, one.weight),
-                (f"exp_avg/{one.name}", exp_avg),
-                (f"exp_avg_sq/{one.name}", exp_avg_sq),
+                (moment_name("exp_avg", one.name), exp_avg),
+                (moment_name("exp_avg_sq", one.name), exp_avg_sq),
             ):
-                pieces.append(Piece(name=name, shape=shape, rectangle=one.rectangle, tensor=tensor))
-        ledger = {"count": self._ledger.count, "head": self._ledger.head} if self._ledger else None
-        with mesh.ring.span(Kind.SAVE, f"step-{step}") as span:
-            report = save(
-                self._run_dir / "checkpoints",
-                step=step,
-                run=self._run_dir.name,
-                plan=self._run.partition.text,
-                pieces=pieces,
-                aliases={
-                    name: one.tied_to
-                    for name, one in state.parallel.table.items()
-                    if one.tied_to is not None
-                },
-                state={
-                    "position": state.loader.position,
-                    "updates": state.trainer.updates,
-                    "ledger": ledger,
-                },
-                per_rank=None,
-                parent=self._parent,
-                key=self._key,
-                rank=mesh.rank,
-                exchange=lambda data: mesh.world.exchange(data, tag=f"save {step}"),
-                keep=self._run.recover.keep,
-            )
-        self._parent = report.path.name
-        self._saves.append(span.seconds)
-        self._sink.event(
-            "checkpoint", {"step": step, "seconds": span.seconds, "bytes": report.bytes}
+                pieces.append(
+                    Piece(
+                        name=name,
+                        shape=table[one.name].shape,
+                        rectangle=one.rectangle,
+                        tensor=tensor,
+                    )
+                )
+        snapshot = Snapshot(
+            step=step,
+            plan=self._run.partition.text,
+            pieces=pieces,
+            aliases={name: one.tied_to for name, one in table.items() if one.tied_to is not None},
+            state={
+                "position": state.loader.position,
+                "updates": state.trainer.updates,
+                "ledger": {"count": self._ledger.count, "head": self._ledger.head}
+                if self._ledger
+                else None,
+            },
+            parent=self._parent,
         )
+        with mesh.ring.span(Kind.SAVE, f"step-{step}"):
+            report = self._saver.save(snapshot)
+        self._saves.append(report.seconds)
+        self._sink.event(
+            "checkpoint",
+            {"step": step, "seconds": report.seconds, "bytes": report.num_bytes,
+             "deleted": list(report.deleted)},
+        )  # fmt: skip
 
     # -- end -----------------------------------------------------------------------------------
 

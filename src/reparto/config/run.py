@@ -157,14 +157,14 @@ class Synchronize(_Table):
 
     optimizer: Literal["adamw"] = "adamw"
     "the update rule"
-    learning_rate: float = Field(1e-3, gt=0, strict=False)
+    learning_rate: float = Field(3e-3, gt=0, strict=False)
     "highest rate of the schedule"
     learning_rate_schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = (
         "warmup-cosine"
     )
     "how the rate goes over optimizer steps"
-    warmup_steps: int = Field(20, ge=0)
-    "optimizer steps over which the rate rises to its highest"
+    warmup_steps: int | None = Field(None, ge=0)
+    "optimizer steps over which the rate rises to its highest; unset: a tenth of all, at most 100"
     final_share: float = Field(0.0, ge=0, le=1, strict=False)
     "rate of the last step as a share of the highest"
     beta1: float = Field(0.9, ge=0, lt=1, strict=False)
@@ -181,6 +181,10 @@ class Synchronize(_Table):
     "share of the target spread over the vocabulary"
     max_skipped: int = Field(10, ge=1)
     "steps in a row that may be skipped because they are not finite, before the run stops"
+
+    def warmup(self, steps: int) -> int:
+        """Warm-up steps of a training of `steps`."""
+        return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 class Recover(_Table):
@@ -276,6 +280,13 @@ def read_run(path: Path | None, *, plan: str | None = None, settings: Sequence[s
         values["partition"] = Plan.parse(plan).model_dump()
     run = build(Run, values)
     _refuse_unbuilt(run)
+    if run.synchronize.warmup(run.steps) > run.steps:
+        raise UserError(
+            f"{run.synchronize.warmup_steps} steps of warm-up in a training of {run.steps}",
+            where="synchronize.warmup_steps",
+            legal=f"0 to {run.steps}",
+            nearest=str(run.steps // 10),
+        )
     return run
 
 

@@ -11,6 +11,7 @@ stop is a SIGTERM to every worker, which ends its step, agrees with the others, 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -44,7 +45,8 @@ class HostRendezvous(RendezvousHandler):
     def __init__(self, control: Path, run_id: str) -> None:
         self._control = control
         self._run_id = run_id
-        self._generation = 0
+        earlier = [int(one.name.split("-")[1]) for one in control.glob("generation-*")]
+        self._generation = max(earlier, default=0)  # a resume never meets keys of an earlier life
         self._closed = False
 
     def get_backend(self) -> str:
@@ -107,6 +109,7 @@ class Supervisor:
         """`arguments` follow the Python executable; `environment` is added to this process's."""
         self._control = run_dir / "control"
         self._world_size = world_size
+        _quiet()
         os.environ.update(environment)  # the agent hands its own environment on
         os.environ.pop("TORCHELASTIC_HEALTH_CHECK_PORT", None)  # or the agent would listen
         spec = WorkerSpec(
@@ -193,6 +196,13 @@ class Supervisor:
             if path.exists():
                 rings[rank] = read_ring(path)
         return Outcome(failures=describe(exits, errors, rings))
+
+
+def _quiet() -> None:
+    """What the agent would print, we say ourselves, once and with the cause first."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def write_error(control: Path, rank: int, body: Mapping[str, object]) -> None:

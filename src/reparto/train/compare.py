@@ -20,8 +20,8 @@ from reparto.comm.mesh import Mesh
 from reparto.config.model import ModelConfig, decays
 from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
-from reparto.data.dataset import IGNORED, TokenSample
-from reparto.data.loader import Loader, MapDataset, Microbatch, TokenCollate
+from reparto.data.dataset import IGNORED, MapDataset, TokenSample
+from reparto.data.loader import Loader, Microbatch, TokenCollate
 from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply
 from reparto.partition.tensors import Rectangle

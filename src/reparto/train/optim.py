@@ -33,7 +33,11 @@ def clip_coefficient(norm: float, clip_norm: float) -> float:
 
 def square_sum(owned: Sequence[Owned]) -> float:
     """Sum of squares of the gradients that this rank counts, in float64."""
-    norms = [torch.linalg.vector_norm(one.gradient) for one in owned if one.counts]
+    norms = [
+        torch.linalg.vector_norm(one.gradient)
+        for one in owned
+        if one.counts and one.gradient is not None
+    ]
     if not norms:
         return 0.0
     return float(torch.stack(norms).double().square().sum())

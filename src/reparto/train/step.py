@@ -158,7 +158,7 @@ class Trainer(Generic[Batch]):
             number,
             base=table.learning_rate,
             schedule=table.learning_rate_schedule,
-            warmup_steps=table.warmup_steps,
+            warmup_steps=table.warmup(self.steps),
             steps=self.steps,
             final_share=table.final_share,
         )
