@@ -102,6 +102,7 @@ class Costs:
             again = compute.forward_s
         elif job.plan.recompute == "selective":
             again = core.forward_s if not job.software.flash else 0.5 * passes.forward_s
+            again += job.software.recomputed_matmuls * matmul.forward_s
         comm = self._collectives(job, moe, recompute=job.plan.recompute == "full")
         total = compute + comm
         return replace(total, input_s=total.input_s + again)
@@ -133,10 +134,12 @@ class Costs:
             "all_reduce", tokens * model.hidden * width, job.group("tensor")
         )
         comm = Cost(input_s=reduce_s, exposed_s=(("tensor", reduce_s),))
+        # the table's gradient is dense, as large as the table, for every microbatch
+        added = Cost(weight_s=self._accumulate_s(job, model.embedding_parameters / t))
         embed = Cost(
             forward_s=table + reduce_s, weight_s=2 * table, exposed_s=(("tensor", reduce_s),)
         )
-        return embed, head + loss + comm
+        return embed + added, head + loss + comm + added
 
     # --- compute -----------------------------------------------------------------------------
 
@@ -229,15 +232,22 @@ class Costs:
                 tokens * (2 * model.hidden + model.heads * model.head_dim / t + inner / t)
                 + (model.attention_parameters + model.ffn_matrices * model.hidden * inner) / t
             )
-        # a weight gradient of its own, then added: written, read, sum read and written
-        gradient = job.software.gradient_bytes
-        each = 2 * gradient if job.software.fused_accumulation else self.constants["accumulate"]
-        held = self._held(job, moe)
         return Cost(
             forward_s=self.kernels.pass_s(forward + casts),
             input_s=self.kernels.pass_s(1.6 * forward + casts),
-            weight_s=self.kernels.pass_s(each * held),
+            weight_s=self._accumulate_s(job, self._held(job, moe)),
         )
+
+    def _accumulate_s(self, job: Job, elements: float) -> float:
+        """Adding so many elements of weight gradient to what earlier microbatches left.
+
+        Inside the matmul: the sum is read and written. Otherwise a gradient of its own is written,
+        read and added, with the casts and clears that the framework puts around it.
+        """
+        each = 2.0 * job.software.gradient_bytes
+        if not job.software.fused_accumulation:
+            each = self.constants["accumulate"]
+        return self.kernels.pass_s(each * elements)
 
     @staticmethod
     def _held(job: Job, moe: bool) -> float:

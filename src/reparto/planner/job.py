@@ -35,6 +35,12 @@ class Software:
     "a weight gradient is added to the accumulated one inside its matmul"
     flash_kernel: str = "vendor"
     "whose flash kernel: first (2022, Triton), second (FlashAttention 2), vendor (cuDNN and later)"
+    loss_bytes: int = 6
+    "bytes held for each logit when the loss's backward starts: 6 fused, 14 the framework's own"
+    plain_kernels: bool = False
+    "no fused activation function, and 16-bit gradients beside the accumulated ones"
+    recomputed_matmuls: float = 0.0
+    "share of the matmuls that selective recompute makes again (per-operator policies: a half)"
     scatter_messages: bool = True
     "tensor ranks each send a part of what goes to the next pipeline stage"
 

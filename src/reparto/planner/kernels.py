@@ -38,13 +38,15 @@ class Kernels:
         self.rates = {
             "bf16": base * share,
             "fp32": (device.peak_fp32_tflops * 1e12 or base / 8) * share,
-            "fp8": max(base, device.peak_fp8_tflops * 1e12 * constants.of("fp8", generation)) * share,
+            "fp8": max(base, device.peak_fp8_tflops * 1e12 * constants.of("fp8", generation))
+            * share,
             "fp4": max(base, device.peak_fp4_tflops * 1e12 * constants["fp4"]) * share,
         }
         self.rates["fp4"] = max(self.rates["fp4"], self.rates["fp8"])
         self.memory_bytes_s = device.memory_tb_s * 1e12 * constants["memory"]
-        self.flash_flops_s = base * constants.of("flash", generation)
-        self.batched_flops_s = base * constants.of("batched", generation)
+        plain = base * device.matmul_share
+        self.flash_flops_s = plain * constants.of("flash", generation)
+        self.batched_flops_s = plain * constants.of("batched", generation)
         second = constants.of("flash_second", generation)
         self.flash_kernels = {
             "vendor": 1.0,

@@ -20,7 +20,7 @@ With selective recompute the scores go; with full recompute only a layer's input
 one layer's activations while it is made again. How many microbatches are alive comes from the
 schedule: min(p - rank, m) under 1F1B, (Narayanan 2021) x (1 + (p - 1) / (p v)) interleaved.
 
-**Ends**: logits in 16 and 32 bit, and their gradient. **Allowance**: `reserved_bytes` adds what the
+**Ends**: logits in 16 and 32 bit, and their gradient (`Software.loss_bytes` each). **Allowance**: `reserved_bytes` adds what the
 allocator keeps and the driver's context; a plan "fits" below 94 % of the device on that count.
 """
 
@@ -36,9 +36,9 @@ from reparto.planner.links import Links
 from reparto.planner.stages import Stage, ranks_of, stage_list
 
 #: the driver's context and the communication library's own buffers, a device
-CONTEXT_BYTES = 1.5e9
+CONTEXT_BYTES = 2e9
 #: what a caching allocator keeps over what is allocated
-FRAGMENTATION = 1.04
+FRAGMENTATION = 1.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +106,12 @@ def _rank(job: Job, stages: tuple[Stage, ...], rows: list[list[int]], rank: int)
     layers = sum(stage.dense * per_layer[False] + stage.moe * per_layer[True] for stage in mine)
     live = live_microbatches(job, rank)
     items["activations"] = layers * live / len(mine)
+    again: dict[str, float] = {}
     if plan.recompute == "full":
-        whole = layer_activation_bytes(job, moe=bool(job.model.experts), recompute="none")
-        items["layer made again"] = whole
-    items.update(_ends(job, mine))
+        kept = layer_activation_bytes(job, moe=bool(job.model.experts), recompute="none")
+        again["layer made again"] = kept
+    # the last logits are gone before the first layer is made again: the larger one counts
+    items.update(max(again, _ends(job, mine), key=lambda part: sum(part.values())))
     ordered = sorted(items.items(), key=lambda item: -item[1])
     return RankMemory(pipeline_stage=rank, items=tuple((k, v) for k, v in ordered if v > 0))
 
@@ -150,11 +152,15 @@ def _states(job: Job, mine: list[Stage]) -> dict[str, float]:
             "optimizer": cut * 8,
         }
     split = plan.shard != "none"
+    # a 16-bit gradient is cast for the update, or stands beside the 32-bit one it is added to
+    if not job.software.fused_accumulation and gradient < 4:
+        master += 4
+    beside = width if job.software.plain_kernels and gradient == 4 and width < 4 else 0
     owned = cut if split else whole
     reduced = cut * gradient if plan.shard == "gradients" else whole * gradient
     return {
         "weights": whole * width,
-        "gradients": reduced,
+        "gradients": reduced + beside * whole,
         "optimizer": owned * (8 + master),
     }
 
@@ -175,7 +181,12 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
     if moe:
         inner = model.expert_ffn * model.active_experts + model.shared_ffn
         entries += 2.0 * model.active_experts * h
-    kept = entries + heads + kv + (3 if model.gated else 2) * inner / t
+    matrices = (3 if model.gated else 2) + (1 if software.plain_kernels and model.gated else 0)
+    kept = entries + heads + kv + matrices * inner / t
+    if mode == "selective" and software.recomputed_matmuls:
+        # only the input, attention's output and the matmul outputs that are not made again
+        widths = 2.0 * h + heads + kv + (2 if model.gated else 1) * inner / t
+        kept = h / outside + heads / 2 + (1 - software.recomputed_matmuls) * widths
     masks = 2.0 * h / outside if software.dropout else 0.0
     scores = 0.0
     if not software.flash and mode != "selective":
@@ -188,5 +199,5 @@ def _ends(job: Job, mine: list[Stage]) -> dict[str, float]:
     found: dict[str, float] = {}
     if any(stage.last for stage in mine):
         logits = job.microbatch_tokens * job.model.vocab / job.plan.tensor
-        found["logits"] = logits * (job.element_bytes + 4 + (0 if job.software.fused else 4))
+        found["logits"] = logits * job.software.loss_bytes
     return found

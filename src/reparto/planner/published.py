@@ -177,26 +177,34 @@ def _software(row: Row, plan: Plan) -> Software:
     words = row.get("note", "").lower()
     attention = row.get("attention", "").lower()
     flash = "flash" in attention and "non-flash" not in attention
+    if not attention:
+        flash = find_accelerator(row["gpu"]).generation not in ("volta", "ampere")
     classic = not flash
     deepspeed = "deepspeed" in words
     by_layer = plan.shard == "parameters"
+    low = _precision(row.get("precision", "")) in ("fp8", "fp4")
+    sdpa = "sdpa" in attention
+    # 8-bit training outside FSDP comes with the vendor's library, and so do its attention kernels
+    vendor = not sdpa and not by_layer and (low or "te" in attention or "nemo" in words)
     compiled = bool(re.search(r"\bcompiled?\b", words)) or "te" in attention
     return Software(
         flash=flash,
         fused=compiled if by_layer else not deepspeed,
         overlap_data=not classic,
-        overlap_tensor=flash and plan.sequence_parallel,
+        overlap_tensor=plan.sequence_parallel and (low or "nemo" in words),
         gradient_bytes=2 if classic or by_layer else 4,
         dropout=classic,
-        fused_accumulation=not (by_layer or deepspeed),
-        flash_kernel=_flash_kernel(attention, eager=by_layer and not compiled),
+        # flash-attn's package brings a loss that works in place; PyTorch's own keeps three copies
+        loss_bytes=14 if sdpa else 4 if by_layer else 6 if vendor or classic else 8,
+        plain_kernels=flash and not (vendor or by_layer),
+        recomputed_matmuls=0.5 if "per-op" in row.get("recompute", "").lower() else 0.0,
+        fused_accumulation=not deepspeed,
+        flash_kernel="vendor"
+        if vendor
+        else "first"
+        if by_layer and not (compiled or sdpa)
+        else "second",
     )
-
-
-def _flash_kernel(attention: str, *, eager: bool) -> str:
-    if "sdpa" in attention:
-        return "second"
-    return "first" if eager else "vendor"
 
 
 def _plan(row: Row, model: ModelSpec) -> tuple[Plan, int, tuple[int, ...]]:

@@ -60,7 +60,11 @@ def validate(path: Path | str, *, leave_one_out: bool = True) -> dict[str, objec
     left_out = left_out_base = None
     if leave_one_out and len({run.source for run in timed}) > 1:
         left_out, left_out_base = _leave_one_out(timed, constants)
-        found["leave_one_out"] = {**summary(left_out), "baseline": summary(left_out_base)}
+        found["leave_one_out"] = {
+            **summary(left_out),
+            "baseline": summary(left_out_base),
+            "dense_a100_h100": summary(_dense(timed, left_out)),
+        }
     else:
         found["leave_one_out"] = None
     memory = _memory_errors(runs)
@@ -68,9 +72,10 @@ def validate(path: Path | str, *, leave_one_out: bool = True) -> dict[str, objec
     found["memory"] = summary(memory)
     found["memory_allocated"] = summary(_memory_errors(allocated))
     found["by_source"] = _by_source(ours, base, left_out, left_out_base, memory)
-    found["dense_a100_h100"] = summary(
-        {s: e for s, e in _errors(*_dense(timed, seconds)).items() if e}
-    )
+    found["dense_a100_h100"] = {
+        **summary(_dense(timed, ours)),
+        "baseline": summary(_dense(timed, base)),
+    }
     found["sweeps"] = sweeps(timed, seconds)
     found["out_of_memory"] = _out_of_memory(runs)
     found["interval"] = _coverage(timed, seconds)
@@ -94,14 +99,17 @@ def _errors(runs: Sequence[Run], seconds: Sequence[float]) -> Errors:
     return dict(found)
 
 
-def _dense(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[list[Run], list[float]]:
-    kept = [
-        (run, s)
-        for run, s in zip(runs, seconds, strict=True)
-        if not run.job.model.experts
-        and run.job.cluster.accelerator.generation in ("ampere", "hopper")
-    ]
-    return [run for run, _ in kept], [s for _, s in kept]
+def _dense(runs: Sequence[Run], errors: Errors) -> Errors:
+    """The part of `errors` that belongs to dense models on Ampere and Hopper."""
+    found: Errors = defaultdict(list)
+    seen: dict[str, int] = defaultdict(int)
+    for run in runs:
+        error = errors[run.source][seen[run.source]]
+        seen[run.source] += 1
+        generation = run.job.cluster.accelerator.generation
+        if not run.job.model.experts and generation in ("ampere", "hopper"):
+            found[run.source].append(error)
+    return dict(found)
 
 
 def summary(errors: Mapping[str, Sequence[float]]) -> Summary:
