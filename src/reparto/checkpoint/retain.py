@@ -1,0 +1,125 @@
+"""What stays and what goes: the last N valid checkpoints of this run, and nothing that is not ours.
+
+Deleting is the one act of this room that cannot be taken back, so it comes last and trusts least:
+it starts only when the new checkpoint has been read back from its published place, it counts only
+checkpoints that have been proven by digest, and it deletes only folders whose signed manifest says
+that they belong to this run. Damaged ones and those of other runs stay, and are named. Order is by
+step as a number, never by text or time.
+
+Proof costs a reading of the whole checkpoint, so it is done once: a file whose identity (inode,
+size, times) is that of a proven file is taken as proven. Bits that rot on a disk without a write
+are what `checkpoint check` is for.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from reparto.checkpoint.exchange import explain
+from reparto.checkpoint.files import (
+    Identity,
+    StepFolder,
+    folder_name,
+    remove_folder,
+    step_folders,
+    sync_folder,
+)
+from reparto.checkpoint.layout import Damaged
+from reparto.checkpoint.load import Checkpoint, candidates, open_checkpoint
+from reparto.errors import RepartoError
+
+
+class Retention:
+    """Rank 0's housekeeping of one `checkpoints` folder."""
+
+    def __init__(self, root: Path, *, run: str, key: bytes, keep: int) -> None:
+        self._root, self._run, self._key, self._keep = root, run, key, keep
+        self._proven: dict[str, dict[str, Identity]] = {}
+
+    def make_way(self, step: int) -> None:
+        """Before `step-N` is published: take the names that would contradict it.
+
+        `step-N` itself may be there, damaged or from before a fall-back. Steps of this run above N
+        belong to a course that the run has left; under their names they would be taken for newer.
+        Both become `.replaced`: still whole, looked at last, deleted in their turn.
+        """
+        for folder in step_folders(self._root):
+            if folder.kind != "published" or folder.step < step:
+                continue
+            if folder.step > step and not self._is_ours(folder):
+                continue
+            os.rename(folder.path, self._root / folder_name(folder.step, "replaced"))
+
+    def apply(self, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """After `step-N` was published: `(names deleted, notes on what was left alone)`.
+
+        Raises nothing: a folder that cannot be deleted costs space, not the run.
+        """
+        deleted: list[str] = []
+        notes: list[str] = []
+        try:
+            self._apply(step, deleted, notes)
+        except (OSError, RepartoError) as error:
+            notes.append(explain(error))
+        return tuple(deleted), tuple(notes)
+
+    def _apply(self, step: int, deleted: list[str], notes: list[str]) -> None:
+        new = open_checkpoint(self._root / folder_name(step), self._key)
+        self._proven[new.path.name] = self._sizes_hold(new)
+        kept = 1
+        folders = step_folders(self._root)
+        for folder in candidates(folders):
+            if folder.path == new.path:
+                continue
+            try:
+                old = open_checkpoint(folder.path, self._key)
+                if old.manifest.run != self._run:
+                    notes.append(f"{folder.path.name} is of run {old.manifest.run}; left alone")
+                    continue
+                if kept < self._keep:
+                    self._prove(old)
+                    kept += 1
+                    continue
+            except RepartoError as error:
+                notes.append(f"{folder.path.name} does not hold, left alone: {error}")
+                continue
+            self._delete(folder, deleted)
+        for folder in folders:  # leftovers of saves and deletions that were cut off
+            if folder.kind in ("tmp", "removed"):
+                self._delete(folder, deleted)
+
+    def _is_ours(self, folder: StepFolder) -> bool:
+        try:
+            return open_checkpoint(folder.path, self._key).manifest.run == self._run
+        except RepartoError:
+            return False  # whatever it is, it will not be loaded, and is not ours to move
+
+    def _sizes_hold(self, new: Checkpoint) -> dict[str, Identity]:
+        """Identities of the files just written; `Damaged` if one is missing or cut short."""
+        found = {name: Identity.of(new.path / name) for name in new.manifest.files}
+        for name, entry in new.manifest.files.items():
+            if found[name].size != entry.bytes:
+                raise Damaged(new.path, f"{name} has {found[name].size} bytes, not {entry.bytes}")
+        return found
+
+    def _prove(self, old: Checkpoint) -> None:
+        """`Damaged` unless every file is proven, now or earlier and untouched since."""
+        try:
+            now = {name: Identity.of(old.path / name) for name in old.manifest.files}
+        except FileNotFoundError:
+            now = {}
+        if not now or self._proven.get(old.path.name) != now:
+            old.verify()
+            self._proven[old.path.name] = now
+
+    def _delete(self, folder: StepFolder, deleted: list[str]) -> None:
+        """Rename first, so that a deletion that is cut off never looks like a damaged one."""
+        path = folder.path
+        if folder.kind in ("published", "replaced"):
+            path = self._root / folder_name(folder.step, "removed")
+            os.rename(folder.path, path)
+            sync_folder(self._root)
+        remove_folder(path)
+        self._proven.pop(folder.path.name, None)
+        deleted.append(folder.path.name)
