@@ -81,6 +81,9 @@ class Room:
         checkpoint = self._find() if start["resume"] else None
         position = int(str(checkpoint.manifest.state["position"])) if checkpoint else 0
         self._ledger = self._open_ledger(checkpoint)
+        self._rows_dropped = 0
+        if checkpoint is not None and mesh.rank == 0:  # before the sink opens the file
+            self._rows_dropped = cut_metrics(run_dir / "metrics.jsonl", checkpoint.manifest.step)
         self._sink = FileSink(run_dir, self._ledger)
         self._state: TrainState = build(run, prepared, mesh, position=position)
         if checkpoint is not None:
@@ -162,12 +165,11 @@ class Room:
         self._first_step = checkpoint.manifest.step + 1
         self._parent = checkpoint.parent
         if self._mesh.rank == 0:
-            dropped = cut_metrics(self._run_dir / "metrics.jsonl", checkpoint.manifest.step)
             self._sink.event(
                 "resume",
                 {"checkpoint": checkpoint.path.name, "step": checkpoint.manifest.step,
                  "written_by_plan": checkpoint.manifest.plan, "plan": self._run.partition.text,
-                 "rows_dropped": dropped, "passed_over": list(self._passed_over)},
+                 "rows_dropped": self._rows_dropped, "passed_over": list(self._passed_over)},
             )  # fmt: skip
 
     # -- run -----------------------------------------------------------------------------------
