@@ -1,0 +1,353 @@
+"""Any plan against one device: ranks as threads, real values, float64.
+
+`train` runs a few steps of any module under any plan and returns what every rank saw; `departures`
+compares that with one device: loss, norm, every gradient, every updated weight. Bytes that the
+recorder saw stand beside those that `partition/volume.py` says, and so do bytes of state.
+
+Steps run free, each from the weights the last one left: a wrong update shows in the next loss too.
+float64 keeps rounding near 1e-15, so a tolerance of 1e-10 leaves five digits for Adam, which
+amplifies rounding of near-zero gradients, and is five digits below the smallest real fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from reparto.comm.fake import FakeWorld, run_threads
+from reparto.comm.mesh import Mesh, fake_mesh, single_mesh
+from reparto.config.model import ModelConfig, decays
+from reparto.config.plan import Plan
+from reparto.config.run import Synchronize
+from reparto.model.loss import cross_entropy_sum
+from reparto.model.transformer import Decoder, initial_tensor
+from reparto.parallel.compose import Parallel, apply, dtype_name
+from reparto.partition.grid import Grid
+from reparto.partition.tensors import Placement
+from reparto.partition.volume import reduction_messages
+from reparto.trace import Kind, Record, Ring
+from reparto.train.step import StepResult, Trainer
+
+torch.set_num_threads(1)
+
+LOSS_TOLERANCE = 1e-12
+GRADIENT_TOLERANCE = 1e-10
+WEIGHT_TOLERANCE = 1e-10
+
+#: (what, operation) -> (how many, payload bytes in all)
+Bytes = dict[tuple[str, str], tuple[int, int]]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one rank saw of a few steps."""
+
+    results: list[StepResult] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    "whole gradients of every step, divided by the global token count"
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    "whole weights after every step"
+    records: list[Record] = field(default_factory=list)
+    seen: Bytes = field(default_factory=dict)
+    "messages of the last step, as recorded"
+    expected: Bytes = field(default_factory=dict)
+    "the same, as `partition/volume.py` says"
+    state: tuple[int, int, int] = (0, 0, 0)
+    "bytes of weights, gradients at their peak and moments, as held"
+    expected_state: tuple[int, int, int] = (0, 0, 0)
+    table: Mapping[str, Placement] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """A small module and what it is trained on."""
+
+    make: Callable[[], nn.Module]
+    "the module, parameters on meta or not"
+    initial: Mapping[str, Tensor]
+    "global name -> whole initial tensor"
+    blocks: Callable[[nn.Module], Sequence[nn.Module]]
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    "(module, microbatch) -> (sum, count)"
+    decays: Callable[[str], bool] = lambda name: True
+
+
+def train_toy(
+    toy: Toy,
+    plan: str,
+    batches: Callable[[int, int], list[object]],
+    *,
+    steps: int = 1,
+    compute: torch.dtype = torch.float64,
+    master: torch.dtype = torch.float64,
+    synchronize: Synchronize | None = None,
+) -> list[Outcome]:
+    """Steps of a toy on every rank; `batches(batch index of the rank, step)` are microbatches."""
+
+    def build(mesh: Mesh, parsed: Plan) -> tuple[Parallel, list[str]]:
+        model = toy.make()
+        names = [name for name, _ in model.named_parameters()]
+        parallel = apply(
+            model,
+            mesh=mesh,
+            plan=parsed,
+            blocks=toy.blocks(model),
+            initial=lambda name: toy.initial[name].to(master),
+            decays=toy.decays,
+            compute=compute,
+            master=master,
+        )
+        return parallel, names
+
+    return _run(
+        plan,
+        build,
+        toy.loss,
+        batches,
+        steps=steps,
+        synchronize=synchronize or Synchronize(learning_rate=1e-2, warmup_steps=0),
+    )
+
+
+def _run(
+    text: str,
+    build: Callable[[Mesh, Plan], tuple[Parallel, list[str]]],
+    loss: Callable[..., tuple[Tensor, Tensor]],
+    batches: Callable[[int, int], list[object]],
+    *,
+    steps: int,
+    synchronize: Synchronize,
+    total_steps: int = 10,
+) -> list[Outcome]:
+    plan = Plan.parse(text)
+    grid = Grid.of(plan)
+    outcomes = [Outcome() for _ in range(plan.world_size)]
+
+    def work(rank: int, world: FakeWorld | None) -> None:
+        ring = Ring(None, rank=rank, capacity=16384)
+        mesh = fake_mesh(grid, rank, world=world, ring=ring) if world else single_mesh(ring=ring)
+        parallel, names = build(mesh, plan)
+        trainer: Trainer[object] = Trainer(
+            parallel, loss=loss, synchronize=synchronize, steps=total_steps
+        )
+        seen = outcomes[rank]
+        for step in range(1, steps + 1):
+            _one_step(trainer, names, batches(grid.batch_index(rank), step), step, seen)
+        seen.records = ring.records()
+        seen.seen, seen.expected = _recorded(seen.records, steps), _expected(parallel)
+        state, optimizer = parallel.expected_state(), trainer.optimizer
+        weights, gradients = parallel.strategy.state_bytes()
+        seen.state = (weights, gradients, optimizer.state_bytes() if optimizer else 0)
+        seen.expected_state = (state.parameters, state.gradients, state.optimizer)
+        seen.table = parallel.table
+
+    if plan.world_size == 1:
+        work(0, None)
+    else:
+        run_threads(plan.world_size, work)
+    return outcomes
+
+
+def _one_step(
+    trainer: Trainer[object],
+    names: Sequence[str],
+    microbatches: list[object],
+    step: int,
+    seen: Outcome,
+) -> None:
+    strategy = trainer.parallel.strategy
+    gradients: dict[str, Tensor] = {}
+    model = trainer.parallel.model
+    if isinstance(model, Decoder):
+        model.set_step(1, step)
+
+    def look(agreed: object) -> None:
+        tokens = max(1, getattr(agreed, "tokens", 1))
+        for name in names:
+            gradients[name] = strategy.full_gradient(name).clone() / tokens
+
+    result = trainer.step(microbatches, number=step, position=100 * step, before_update=look)
+    seen.results.append(result)
+    seen.gradients.append(gradients)
+    seen.weights.append({name: strategy.full_weight(name).clone() for name in names})
+
+
+def _recorded(records: Sequence[Record], step: int) -> Bytes:
+    found: Bytes = {}
+    for one in records:
+        what = one.tag.split()[0]
+        if one.kind == Kind.COLLECTIVE and one.step == step and what not in ("word", "inspect"):
+            count, total = found.get((what, one.op.name), (0, 0))
+            found[what, one.op.name] = (count + 1, total + one.payload_bytes)
+    return found
+
+
+def _expected(parallel: Parallel) -> Bytes:
+    found: Bytes = {}
+    for one in reduction_messages(
+        parallel.layouts,
+        plan=parallel.plan,
+        compute_dtype=dtype_name(parallel.compute),
+        master_dtype=dtype_name(parallel.master),
+        kept=parallel.kept,
+    ):
+        key = (one.what, one.operation.upper())
+        count, total = found.get(key, (0, 0))
+        found[key] = (count + one.count, total + one.total_payload_bytes)
+    return found
+
+
+# --- our decoder ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A decoder and a batch. Valid-token counts differ between sequences, so between all parts."""
+
+    layers: int = 3
+    tied: bool = True
+    bias: bool = False
+    dropout: float = 0.0
+    vocabulary: int = 97
+    heads: int = 4
+    kv_heads: int = 2
+    sequences: int = 12
+    length: int = 16
+    label_smoothing: float = 0.0
+    steps: int = 3
+    frozen: str = ""
+    "beginning of the names of parameters without a gradient"
+    clip_norm: float = 1.0
+    compute: torch.dtype = torch.float64
+    master: torch.dtype = torch.float64
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            tie_word_embeddings=self.tied,
+            attention_bias=self.bias,
+            mlp_bias=self.bias,
+            dropout=self.dropout,
+        )
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Ids and labels (N, S); a third of the labels is ignored, and all of sequence 5."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.sequences, self.length)
+        ids_NS = torch.randint(0, self.vocabulary, shape, generator=generator)
+        labels_NS = torch.randint(0, self.vocabulary, shape, generator=generator)
+        share_N1 = torch.linspace(0.0, 0.6, self.sequences)[:, None]  # uneven counts
+        labels_NS[torch.rand(shape, generator=generator) < share_N1] = -100
+        if self.sequences > 5:
+            labels_NS[5] = -100
+        return ids_NS, labels_NS
+
+
+def train_decoder(case: Case, plan: str) -> list[Outcome]:
+    """A few steps of our decoder under `plan`, on every rank."""
+    config, (ids_NS, labels_NS) = case.config, case.batch()
+    parsed = Plan.parse(plan)
+
+    def build(mesh: Mesh, plan: Plan) -> tuple[Parallel, list[str]]:
+        model = Decoder(config)
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        for name, one in model.named_parameters():
+            if case.frozen and name.startswith(case.frozen):
+                one.requires_grad_(False)
+        parallel = apply(
+            model,
+            mesh=mesh,
+            plan=plan,
+            blocks=model.blocks(),
+            initial=lambda name: initial_tensor(
+                name, shapes[name], seed=1, config=config, dtype=case.master
+            ),
+            decays=decays,
+            compute=case.compute,
+            master=case.master,
+        )
+        trained = [name for name in shapes if not (case.frozen and name.startswith(case.frozen))]
+        return parallel, trained
+
+    def batches(index: int, step: int) -> list[object]:
+        mine = list(range(case.sequences))[index :: parsed.data]
+        each = [mine[j :: parsed.num_microbatches] for j in range(parsed.num_microbatches)]
+        return [(ids_NS[rows], labels_NS[rows], torch.tensor(rows)) for rows in each]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits_BSV = model(batch[0], sample_ids_B=batch[2])
+        return cross_entropy_sum(logits_BSV, batch[1], label_smoothing=case.label_smoothing)
+
+    synchronize = Synchronize(learning_rate=1e-2, warmup_steps=0, clip_norm=case.clip_norm)
+    return _run(plan, build, loss, batches, steps=case.steps, synchronize=synchronize)
+
+
+@lru_cache(maxsize=32)
+def one_device(case: Case) -> Outcome:
+    """The reference: the same steps on one device, whole batch at once."""
+    return train_decoder(case, "data=1")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The largest relative differences over all ranks and steps."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+
+
+def departures(outcomes: Sequence[Outcome], reference: Outcome) -> Departure:
+    """How far every rank is from the reference, relative to the size of each tensor."""
+    loss = norm = gradient = weight = 0.0
+    for outcome in outcomes:
+        assert len(outcome.results) == len(reference.results)
+        for step, (ours, theirs) in enumerate(zip(outcome.results, reference.results, strict=True)):
+            assert ours.num_tokens == theirs.num_tokens
+            loss = max(loss, abs(ours.loss - theirs.loss) / abs(theirs.loss))
+            norm = max(norm, abs(ours.norm - theirs.norm) / theirs.norm)
+            gradient = max(gradient, _worst(outcome.gradients[step], reference.gradients[step]))
+            weight = max(weight, _worst(outcome.weights[step], reference.weights[step]))
+    return Departure(loss=loss, norm=norm, gradient=gradient, weight=weight)
+
+
+def _worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    worst = 0.0
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape, name
+        size = expected.norm().item()
+        apart = (ours[name] - expected).norm().item()
+        worst = max(worst, apart / size if size else apart)
+    return worst
+
+
+def assert_equal_to_one_device(case: Case, plan: str) -> list[Outcome]:
+    """Train under `plan`, compare with one device, and return what the ranks saw."""
+    outcomes = train_decoder(case, plan)
+    found = departures(outcomes, one_device(case))
+    assert found.loss < LOSS_TOLERANCE, (plan, found)
+    assert found.norm < LOSS_TOLERANCE, (plan, found)
+    assert found.gradient < GRADIENT_TOLERANCE, (plan, found)
+    assert found.weight < WEIGHT_TOLERANCE, (plan, found)
+    return outcomes
+
+
+def assert_bytes(outcomes: Sequence[Outcome]) -> None:
+    """Recorded payload equals the formula exactly; the fullest rank's state is within 2 % of it."""
+    for outcome in outcomes:
+        assert outcome.seen == outcome.expected
+    for kind, expected in enumerate(outcomes[0].expected_state):
+        most = max(outcome.state[kind] for outcome in outcomes)
+        assert abs(most - expected) <= 0.02 * expected, (kind, most, expected)
