@@ -162,11 +162,42 @@ def schedule_draw(
     )
 
 
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to go on from.")],
+    step: Annotated[int | None, typer.Option("--step", help="Checkpoint; default newest.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Most tokens to add.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0: the likeliest token each time.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Only the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Only the likeliest that reach this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random choice.")] = 1,
+    json_out: Json = False,
+) -> None:
+    """Sample text from a checkpoint. / Generar texto desde un punto de control."""
+    from reparto.cli import generate as verb
+
+    verb.generate(
+        run_dir=run,
+        text=text,
+        step=step,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        json_out=json_out,
+    )
+
+
 _UNBUILT = {
     "probe": "Measure this machine or cluster into a cluster file.",
     "bench": "Side by side with named peers in one run, as ratios.",
     "checkpoint": "List, check, convert, export and import checkpoints.",
-    "generate": "Sample text from a checkpoint.",
     "drill": "Inject faults into a small run and score the recovery.",
     "diagnose": "Find the first stage whose assumption did not hold.",
     "compare": "Compare two runs.",
@@ -189,7 +220,7 @@ def _add_unbuilt(name: str, what: str) -> None:
 
         raise UserError(
             f"`reparto {name}` is not built yet",
-            legal="train, verify, plan, schedule draw",
+            legal="train, verify, plan, schedule draw, generate",
         )
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from reparto.cli import rundir
 from reparto.cli.console import Watcher, console, cost_lines, telling
+from reparto.config.model import parameter_shapes, tied_parameters
 from reparto.config.run import Run, read_run
 from reparto.errors import Fault, UserError
 from reparto.partition.built import refuse_unbuilt
@@ -51,7 +52,11 @@ def train(
             raise UserError("belongs to --resume", where="--accept-change")
         run = read_run(Path(run_file) if run_file else None, plan=plan, settings=settings)
         run = run.model_copy(
-            update={"owner": run.owner or getpass.getuser(), "data": run.data.absolute()}
+            update={
+                "owner": run.owner or getpass.getuser(),
+                "data": run.data.absolute(),
+                "model": run.model.absolute(),
+            }
         )
         path = Path(run_dir) if run_dir else rundir.default_path(run)
         rundir.refuse_existing(path)
@@ -82,7 +87,9 @@ def _reopened(
         if not run_file:
             rundir.reopen(path, None, [])
         wanted = read_run(base, plan=plan, settings=settings)
-        wanted = wanted.model_copy(update={"data": wanted.data.absolute()})
+        wanted = wanted.model_copy(
+            update={"data": wanted.data.absolute(), "model": wanted.model.absolute()}
+        )
     run = rundir.reopen(path, wanted, accept_change)
     found = any((path / "checkpoints").glob("step-*"))
     if not found:
@@ -106,6 +113,10 @@ def _launch(
     check_plan(plan, batch_size=run.data.batch_size, sequence_length=run.data.sequence_length)
     prepared = prepare(run.data, default_cache_dir(os.environ), telling(out))
     model = run.model.resolved(prepared.vocab_size)
+    if run.model.weights is not None and not resume:
+        from reparto.model.weights import open_weights
+
+        open_weights(Path(run.model.weights), parameter_shapes(model), tied=tied_parameters(model))
     warnings = [
         *prepared.warnings,
         *check_plan(plan, model=model, batch_size=run.data.batch_size),
@@ -118,6 +129,9 @@ def _launch(
         rundir.write_private(path / "run.toml", run.to_toml())
     else:
         rundir.create(path, run)
+        rundir.write_private(
+            path / "tokenizer.json", prepared.tokenizer_file.read_text(encoding="utf-8")
+        )
     threads = run.compute.threads or max(1, _cores() // plan.world_size)
     control = path / "control"
     for old in [*control.glob("error-*.json"), *control.glob("*.pid"), control / "result.json"]:

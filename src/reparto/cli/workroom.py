@@ -15,8 +15,8 @@ from pathlib import Path
 from reparto.checkpoint.layout import Parent, moment_name
 from reparto.checkpoint.load import Checkpoint, find_latest
 from reparto.checkpoint.save import Saver
-from reparto.checkpoint.snapshot import Piece, Snapshot
 from reparto.checkpoint.share import writes
+from reparto.checkpoint.snapshot import Piece, Snapshot
 from reparto.cli.evidence import stage_records
 from reparto.cli.rundir import cut_metrics, write_private
 from reparto.comm.mesh import Mesh

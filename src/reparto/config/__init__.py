@@ -1,1 +1,1 @@
-"""Stage 1, L0: the run, the plan, the model and the cluster as frozen values that can be saved, diffed and replayed. No torch."""
+"""Stage 1, L0: run, plan, model, data and cluster as frozen values that can be saved and replayed."""

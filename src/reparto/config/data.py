@@ -99,12 +99,12 @@ class DataConfig(_CorpusFields):
     "token kinds of `bpe`, the end-of-document token included; the other tokenizers have their own"
     bpe_sample_bytes: int = Field(4 * 1024 * 1024, ge=1)
     "bytes of training text that `bpe` is trained on (about 0.5 s a MiB)"
-    sequence_length: int = Field(256, ge=1)
+    sequence_length: int = Field(128, ge=1)
     "tokens a sample"
     packing: Literal["stream", "documents"] = "stream"
     "`stream`: one endless text cut every `sequence_length` tokens; `documents`: whole documents "
     "side by side in a sample, with attention that does not cross them"
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(16, ge=1)
     "sequences a step, over all ranks"
     validation_share: float = Field(0.05, ge=0, lt=1, strict=False)
     "share of the documents, by hash, that the validation loss is measured on"

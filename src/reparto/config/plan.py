@@ -89,7 +89,7 @@ class Plan(BaseModel):
 
     @classmethod
     def parse(cls, text: str, *, where: str = "--plan") -> Plan:
-        """A plan from its text form or from a TOML file (`*.toml`, keys at top or `[partition]`)."""
+        """A plan from its text form or a TOML file (`*.toml`, keys at top or in `[partition]`)."""
         if text.endswith(".toml"):
             return cls._from_file(Path(text), where)
         values: dict[str, object] = {}

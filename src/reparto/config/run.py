@@ -80,6 +80,15 @@ class ModelTable(_Table):
             )
         return name
 
+    def absolute(self) -> ModelTable:
+        """The same with absolute paths, so that a run resumes from any folder."""
+        paths = {
+            name: str(Path(value).absolute())
+            for name, value in (("config", self.config), ("weights", self.weights))
+            if value is not None
+        }
+        return self.model_copy(update=paths)
+
     def resolved(self, vocab_size: int) -> ModelConfig:
         """The model's sizes for a tokenizer of `vocab_size` kinds.
 
@@ -330,7 +339,6 @@ def _refuse_unbuilt(run: Run) -> None:
             nearest="reparto",
         )
     for value, where, what in (
-        (run.model.weights, "model.weights", "starting from Hugging Face weights"),
         (run.compute.compile, "compute.compile", "compiling blocks"),
         (run.recover.max_restarts, "recover.max_restarts", "automatic restart"),
     ):

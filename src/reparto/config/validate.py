@@ -21,7 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def build(model: type[M], values: Mapping[str, object], *, where: str = "") -> M:
-    """Make `model` from `values`. Raises `UserError` naming the field, legal values, nearest fix."""
+    """Make `model` from `values`. Raises `UserError`: field, legal values, nearest fix."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:

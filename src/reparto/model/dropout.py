@@ -4,8 +4,8 @@ A mask drawn from a generator depends on the shape and order of the draws, so tw
 halves of one activation cannot get the halves of the mask one rank would draw. Here a mask bit is
 a hash of (seed, step, layer, site, sample id, position, hidden index): any split of batch,
 sequence or hidden width gives the same bits, since integers do not round, with no state to save or
-to keep in step, and recomputing an activation finds the same mask again. It costs 12.5 ns an element on one
-core, where torch's own dropout costs 12.4.
+to keep in step, and recomputing an activation finds the same mask again. It costs 12.5 ns an
+element on one core, where torch's own dropout costs 12.4.
 
 The hash runs in 32-bit integer tensors. Per forward one key a token is made, per layer one more
 round on it, and only the last round touches every element. Rejected: a counter-based generator

@@ -147,7 +147,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, keys, bias=bias)
         self.v_proj = nn.Linear(hidden, keys, bias=bias)
         self.o_proj = nn.Linear(queries, hidden, bias=bias)
-        self.core = CausalAttention()
+        self.core: nn.Module = CausalAttention()
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
         """(B, S, heads * C) -> (B, heads, S, C); as many heads as the projection returned."""
@@ -268,8 +268,11 @@ class Decoder(nn.Module):
                     "give both, or call eval()"
                 )
             seed, step = self._seed_step
+            places_BS = position_ids_BS
+            if segment_ids_BS is not None:  # positions restart in each packed document
+                places_BS = torch.arange(shape_BS[1], device=device)[None]
             keys_BS = token_keys(
-                seed=seed, step=step, sample_ids_B=sample_ids_B, position_ids_BS=position_ids_BS
+                seed=seed, step=step, sample_ids_B=sample_ids_B, position_ids_BS=places_BS
             )
         mask_B1SS = None if segment_ids_BS is None else segment_mask(segment_ids_BS)
         return Context(cos_BSC=cos_BSC, sin_BSC=sin_BSC, mask_B1SS=mask_B1SS, token_keys_BS=keys_BS)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from reparto.data.loader import Microbatch, TokenCollate, evaluation_batches
+from reparto.data.loader import Microbatch, collate_for, evaluation_batches
 from reparto.model.loss import cross_entropy_tokens
 from reparto.trace import Kind
-from reparto.train.state import TrainState, sample_ids
+from reparto.train.state import TrainState, logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,9 @@ def evaluate(state: TrainState, *, microbatch_size: int) -> Evaluation:
     groups = state.prepared.groups
     sums = torch.zeros(2, len(groups), dtype=torch.float64)  # losses, counts
     dataset = state.prepared.validation_dataset()
-    collate = TokenCollate(
-        sequence_length=run.data.sequence_length, pad_id=state.prepared.header.eod_id
-    )
     batches = evaluation_batches(
         dataset,
-        collate,
+        collate_for(state.prepared),
         microbatch_size=microbatch_size,
         data_degree=run.partition.data,
         data_rank=mesh.grid.batch_index(mesh.rank),
@@ -74,8 +71,7 @@ def evaluate(state: TrainState, *, microbatch_size: int) -> Evaluation:
 
 
 def _add(state: TrainState, microbatch: Microbatch, sums: torch.Tensor) -> None:
-    logits_BSV = state.model(microbatch.input_ids_BS, sample_ids_B=sample_ids(microbatch))
-    loss_BS = cross_entropy_tokens(logits_BSV, microbatch.labels_BS)
+    loss_BS = cross_entropy_tokens(logits(state.model, microbatch), microbatch.labels_BS)
     valid_BS = microbatch.labels_BS >= 0
     groups_B = microbatch.group_ids_B
     sums[0].index_add_(0, groups_B, loss_BS.double().sum(1))

@@ -8,18 +8,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from reparto.comm.mesh import Mesh
-from reparto.config.model import ModelConfig, decays
+from reparto.config.model import ModelConfig, decays, tied_parameters
 from reparto.config.run import Run
 from reparto.data.dataset import TokenSample
-from reparto.data.loader import Loader, Microbatch, TokenCollate
-from reparto.data.prepare import Prepared
+from reparto.data.loader import Loader, Microbatch, collate_for
+from reparto.data.prepared import Prepared
 from reparto.model.loss import cross_entropy_sum
 from reparto.model.transformer import Decoder, initial_tensor
+from reparto.model.weights import open_weights
 from reparto.parallel.compose import Parallel, apply
 from reparto.train.step import LossFunction, Trainer
 
@@ -51,10 +53,9 @@ def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> Tra
     model = Decoder(model_config)
     digests: dict[str, str] = {}
     parallel = share_decoder(run, model, model_config, mesh, digests)
-    collate = TokenCollate(sequence_length=run.data.sequence_length, pad_id=prepared.header.eod_id)
     loader: Loader[TokenSample, Microbatch] = Loader(
         prepared.train_dataset(),
-        collate,
+        collate_for(prepared),
         seed=run.seed,
         batch_size=run.data.batch_size,
         data_degree=run.partition.data,
@@ -90,10 +91,17 @@ def share_decoder(
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     master = DTYPES[run.compute.master]
 
+    given = None
+    if run.model.weights is not None:
+        given = open_weights(Path(run.model.weights), shapes, tied=tied_parameters(config))
+
     def initial(name: str) -> Tensor:
-        whole = initial_tensor(name, shapes[name], seed=run.seed, config=config, dtype=master)
+        if given is not None:
+            whole = given.read(name).to(master)
+        else:
+            whole = initial_tensor(name, shapes[name], seed=run.seed, config=config, dtype=master)
         if mesh.rank == 0:
-            digests[name] = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+            digests[name] = hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()
         return whole
 
     return apply(
@@ -112,10 +120,22 @@ def decoder_loss(label_smoothing: float) -> LossFunction[Microbatch]:
     """Next-token cross-entropy of our decoder: `(sum over valid tokens, their count)`."""
 
     def loss(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        logits_BSV = model(microbatch.input_ids_BS, sample_ids_B=sample_ids(microbatch))
-        return cross_entropy_sum(logits_BSV, microbatch.labels_BS, label_smoothing=label_smoothing)
+        return cross_entropy_sum(
+            logits(model, microbatch), microbatch.labels_BS, label_smoothing=label_smoothing
+        )
 
     return loss
+
+
+def logits(model: nn.Module, microbatch: Microbatch) -> Tensor:
+    """(B, S, V) of our decoder, which is told of packed documents and of sample numbers."""
+    found: Tensor = model(
+        microbatch.input_ids_BS,
+        position_ids_BS=microbatch.position_ids_BS,
+        segment_ids_BS=microbatch.segment_ids_BS,
+        sample_ids_B=sample_ids(microbatch),
+    )
+    return found
 
 
 def sample_ids(microbatch: Microbatch) -> Tensor:
