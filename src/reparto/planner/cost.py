@@ -241,13 +241,12 @@ class Costs:
     def _accumulate_s(self, job: Job, elements: float) -> float:
         """Adding so many elements of weight gradient to what earlier microbatches left.
 
-        Inside the matmul: the sum is read and written. Otherwise a gradient of its own is written,
-        read and added, with the casts and clears that the framework puts around it.
+        Inside the matmul the sum's reads and writes hide behind the products. Otherwise a gradient
+        of its own is written, read and added, with the casts and clears that go around it.
         """
-        each = 2.0 * job.software.gradient_bytes
-        if not job.software.fused_accumulation:
-            each = self.constants["accumulate"]
-        return self.kernels.pass_s(each * elements)
+        if job.software.fused_accumulation:
+            return 0.0
+        return self.kernels.pass_s(self.constants["accumulate"] * elements)
 
     @staticmethod
     def _held(job: Job, moe: bool) -> float:

@@ -16,8 +16,8 @@ a hierarchy whose inside is much faster costs what the outer ring costs, which i
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from dataclasses import dataclass
+from itertools import pairwise
 
 from reparto.config.cluster import Cluster, CollectiveCurve
 from reparto.partition.volume import Operation, wire_bytes
@@ -88,6 +88,9 @@ class Links:
         # libraries change from ring to tree when the ring's steps would dominate
         steps = min(steps, 2 * math.ceil(math.log2(n)) + 2)
         wire = wire_bytes(operation, payload_bytes, n)
+        if operation in ("send", "recv"):
+            inside = group.span <= self.tiers[0].size
+            bandwidth *= self.constants["message_node" if inside else "message_network"]
         return self.constants["start_us"] * 1e-6 + steps * latency + wire / bandwidth
 
     def dispatch_s(self, token_bytes: float, copies: int, group: Group) -> float:

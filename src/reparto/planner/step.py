@@ -90,15 +90,19 @@ class Predictor:
             fixed_s=fixed,
         )
 
+    def message_s(self, job: Job) -> float:
+        """Seconds of one message between pipeline ranks."""
+        payload = job.microbatch_tokens * job.model.hidden * job.element_bytes
+        if job.plan.sequence_parallel or job.software.scatter_messages:
+            payload /= job.plan.tensor
+        return self.links.collective_s("send", payload, job.group("pipeline"))
+
     def _messages_s(self, job: Job) -> float:
         """Exposed seconds of activations and their gradients between pipeline ranks."""
         plan = job.plan
         if plan.pipeline == 1:
             return 0.0
-        payload = job.microbatch_tokens * job.model.hidden * job.element_bytes
-        if plan.sequence_parallel or job.software.scatter_messages:
-            payload /= plan.tensor
-        one = self.links.collective_s("send", payload, job.group("pipeline"))
+        one = self.message_s(job)
         left = 1 - self.constants["overlap"] if job.software.overlap_data else 1.0
         steady = 2 * plan.num_microbatches * plan.num_chunks * one * left
         return steady + 2 * (plan.pipeline - 1) * one
