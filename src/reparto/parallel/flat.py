@@ -28,8 +28,8 @@ class Owned:
     "where the part lies in the global tensor"
     weight: Tensor
     "master weight, the rectangle's shape"
-    gradient: Tensor
-    "sum of gradients over all ranks and microbatches, valid between reduction and update"
+    gradient: Tensor | None
+    "sum of gradients over all ranks and microbatches, between reduction and update; None before"
     decays: bool
     "whether weight decay applies"
     counts: bool

@@ -1,8 +1,8 @@
 """When a gradient is ready: the only event that buckets and shards listen to.
 
-A parameter gets one *contribution* from every microbatch whose loss depends on it: autograd's
-accumulation node fires once a backward, after it has summed all uses of a tied weight. `Readiness`
-counts contributions and tells a `Sink` two things:
+A parameter gets one *contribution* from every microbatch and every chunk of layers that uses it:
+autograd's accumulation node fires once a backward, after it has summed all uses of a tied weight.
+`Readiness` counts contributions and tells a `Sink` two things:
 
     contributed(parameter)   its gradient of one microbatch lies in `parameter.grad`
     ready(parameter)         the last contribution of the window is in
@@ -11,16 +11,29 @@ The window is a whole step, or one microbatch under `gradient_sync=microbatch`. 
 loss never reached are not waited for: `end_window` reports them, so nothing hangs on a branch that
 one rank did not take. They are named once to the user.
 
-The rejected alternative, a static graph learned in the first step, is cheaper by a dictionary
-look-up and dies in the second step of a model with an unused branch.
+`WeightGradients` takes the weight gradients of matmuls out of backward where a schedule wants them
+later: in B a linear layer queues (input, output gradient), in W the queue is drained, and its
+contributions fire then. Everything else (norms, biases of other layers, embeddings) has its
+gradient in B. Under recompute the queue holds the input that was made again.
+
+Rejected: a static graph learned in the first step, cheaper by a dictionary look-up, which dies in
+the second step of a model with an unused branch; and running backward twice, once for inputs and
+once for weights (torch.autograd.grad), which keeps the whole graph alive until W.
+
+    N tokens of a microbatch   D in features   F out features
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
 
 
 class Sink(Protocol):
@@ -38,21 +51,34 @@ class Sink(Protocol):
 class Readiness:
     """Counts contributions of every trainable parameter and fires `ready` once a window."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], sink: Sink) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        sink: Sink,
+        *,
+        uses: Mapping[str, int] | None = None,
+        deferred: WeightGradients | None = None,
+    ) -> None:
+        """`uses`: chunks of this rank that use a parameter, where that is not 1."""
         self._sink = sink
         self._left: dict[str, int] = {}
         self._names = [name for name, one in parameters.items() if one.requires_grad]
+        self._uses = {name: (uses or {}).get(name, 1) for name in self._names}
         self._touched: set[str] = set()
+        self._deferred = deferred
         self._handles = [
             parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(name)
             )
             for name in self._names
         ]
+        if deferred is not None:
+            for name in self._names:
+                deferred.listen(parameters[name], self._counted(name))
 
     def begin_window(self, num_microbatches: int) -> None:
-        """Start a window of that many contributions a parameter."""
-        self._left = dict.fromkeys(self._names, num_microbatches)
+        """Start a window of that many contributions a parameter and chunk."""
+        self._left = {name: num_microbatches * self._uses[name] for name in self._names}
         self._touched.clear()
 
     def end_window(self) -> tuple[str, ...]:
@@ -73,7 +99,21 @@ class Readiness:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> object:
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        counted = self._counted(name)
+
+        def accumulated(parameter: Tensor) -> None:
+            if self._deferred is not None and self._deferred.waits_for(parameter):
+                # W will fire the contribution. There is a gradient already only where the weight
+                # has another use (a tied embedding); autograd fires this hook without one too
+                if parameter.grad is not None:
+                    self._sink.contributed(name, parameter)
+            else:
+                counted(parameter)
+
+        return accumulated
+
+    def _counted(self, name: str) -> Callable[[Tensor], None]:
         def contributed(parameter: Tensor) -> None:
             self._touched.add(name)
             self._sink.contributed(name, parameter)
@@ -82,3 +122,112 @@ class Readiness:
                 self._sink.ready(name)
 
         return contributed
+
+
+@dataclass(slots=True)
+class _Matmul:
+    """A weight gradient that has not been made yet."""
+
+    input: Tensor
+    gradient: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class WeightGradients:
+    """The queue between B and W. One for each rank; `enabled` only where a schedule splits them."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.put_off = False
+        "set during a B whose W comes later"
+        self._queue: list[_Matmul] = []
+        self._waiting: set[int] = set()
+        self._listeners: dict[int, Callable[[Tensor], None]] = {}
+
+    def listen(self, parameter: nn.Parameter, contributed: Callable[[Tensor], None]) -> None:
+        """`contributed(parameter)` is called when W has put its gradient into `parameter.grad`."""
+        self._listeners[id(parameter)] = contributed
+
+    def waits_for(self, parameter: Tensor) -> bool:
+        """Whether a weight gradient of the current B is queued for this parameter."""
+        return id(parameter) in self._waiting
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., D), weight (F, D), bias (F) -> (..., F), as `nn.functional.linear`."""
+        if not (self.enabled and torch.is_grad_enabled()):
+            return functional.linear(x, weight, bias)
+        out: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def put(self, input: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Queue the gradient of one matmul's weight (and bias)."""
+        assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+        self._queue.append(_Matmul(input, gradient, weight, bias))
+        self._waiting.update(id(one) for one in (weight, bias) if one is not None)
+
+    def take(self) -> list[_Matmul]:
+        """What this B queued; the queue starts anew."""
+        taken, self._queue = self._queue, []
+        self._waiting.clear()
+        return taken
+
+    def make(self, queued: list[_Matmul]) -> None:
+        """W: make the queued gradients, oldest first, and fire one contribution a parameter."""
+        touched: dict[int, nn.Parameter] = {}
+        with torch.no_grad():
+            for one in queued:
+                gradient_NF = one.gradient.flatten(0, -2)
+                if one.weight.requires_grad:
+                    _accumulate_product(one.weight, gradient_NF, one.input.flatten(0, -2))
+                    touched[id(one.weight)] = one.weight
+                if one.bias is not None and one.bias.requires_grad:
+                    _accumulate(one.bias, gradient_NF.sum(0))
+                    touched[id(one.bias)] = one.bias
+        queued.clear()
+        for key, parameter in touched.items():
+            if key in self._listeners:
+                self._listeners[key](parameter)
+
+
+def _accumulate_product(weight: nn.Parameter, gradient_NF: Tensor, input_ND: Tensor) -> None:
+    if weight.grad is not None and weight.grad.dtype == gradient_NF.dtype:
+        weight.grad.addmm_(gradient_NF.t(), input_ND)
+    else:
+        _accumulate(weight, gradient_NF.t() @ input_ND)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+class _Linear(Function):
+    """A linear layer whose weight gradient can be put off."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, owner: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)  # type: ignore[arg-type]
+        ctx.owner = owner  # type: ignore[attr-defined]
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+        owner: WeightGradients = ctx.owner  # type: ignore[attr-defined]
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad_x = grad @ weight if need_x else None
+        if not (need_weight or need_bias):
+            return grad_x, None, None, None
+        if owner.put_off:
+            owner.put(x, grad, weight, bias)
+            return grad_x, None, None, None
+        grad_NF = grad.flatten(0, -2)
+        grad_weight = grad_NF.t() @ x.flatten(0, -2) if need_weight else None
+        return grad_x, grad_weight, grad_NF.sum(0) if need_bias else None, None

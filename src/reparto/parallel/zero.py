@@ -401,7 +401,7 @@ class Zero:
         """This rank's rows of every trainable parameter. One replica counts for the norm."""
         found = []
         for unit in self.units:
-            assert unit.gradient is not None
+            piece = unit.gradient
             for name, slot in unit.slots.items():
                 if not keeps_any(unit.layout, slot, unit.shard):
                     continue
@@ -410,7 +410,9 @@ class Zero:
                         name=name,
                         rectangle=self._table[name].held[0],
                         weight=self._own_weight(unit, name, slot),
-                        gradient=own_rows(unit.gradient, unit.layout, slot, unit.shard),
+                        gradient=None
+                        if piece is None
+                        else own_rows(piece, unit.layout, slot, unit.shard),
                         decays=self._table[name].decays,
                         counts=self._replicas.index == 0,
                     )
