@@ -96,7 +96,7 @@ class Plan(BaseModel):
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, raw = part.partition("=")
             key = key.strip()
-            if not equals or not raw.strip():
+            if not equals or not key or not raw.strip():
                 raise UserError(
                     f"`{part}` is not `key=value`",
                     where=where,
@@ -104,10 +104,17 @@ class Plan(BaseModel):
                     nearest=f"{nearest_word(key, cls.model_fields) or 'data'}=2",
                 )
             if key in values:
-                raise UserError(f"`{key}` stands twice in `{text}`", where=where)
+                raise UserError(
+                    f"`{key}` stands twice in `{text}`",
+                    where=where,
+                    legal="every key once",
+                    nearest=f"{key}={_word(values[key])}",
+                )
             values[key] = _value(raw.strip())
         if not values:
-            raise UserError("is empty", where=where, legal="data=2,shard=parameters")
+            raise UserError(
+                "is empty", where=where, legal="data=2,shard=parameters", nearest="data=1"
+            )
         return build(cls, values, where=where)
 
     @classmethod

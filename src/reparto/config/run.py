@@ -25,7 +25,7 @@ from reparto.errors import UserError, nearest_word
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Objective(_Table):
@@ -268,7 +268,7 @@ def _without_none(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_run(path: Path | None, *, plan: str | None = None, settings: Sequence[str] = ()) -> Run:
-    """The run of a file (or the default run), with `--plan` and `--set` applied.
+    """The run of a file (or the default run), with `--plan` and then `--set` applied.
 
     plan      text or file; replaces the whole `[partition]` table
     settings  `a.b=value` pairs; values are TOML, or plain text where that fails
@@ -283,10 +283,10 @@ def read_run(path: Path | None, *, plan: str | None = None, settings: Sequence[s
             raise UserError(f"is not UTF-8 at byte {error.start}", where=str(path)) from error
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"is not TOML: {error}", where=str(path)) from error
-    for setting in settings:
-        _set(values, setting)
     if plan is not None:
         values["partition"] = Plan.parse(plan).model_dump()
+    for setting in settings:
+        _set(values, setting)
     run = build(Run, values)
     _refuse_unbuilt(run)
     if run.synchronize.warmup(run.steps) > run.steps:
@@ -319,9 +319,10 @@ def _set(values: dict[str, object], setting: str) -> None:
 
 def _toml_value(raw: str) -> object:
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        found = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw
+    return found["value"] if len(found) == 1 else raw  # a line break could smuggle in more keys
 
 
 def _refuse_unbuilt(run: Run) -> None:

@@ -7,6 +7,7 @@ are listed under it, so that a user repairs a file in one go.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -64,12 +65,11 @@ def _explain(model: type[BaseModel], fault: Any, where: str) -> UserError:
     if kind == "missing":
         return UserError("is missing", where=path, legal=_legal(found))
     value = fault.get("input")
-    choices = _choices(found)
     return UserError(
         f"{value!r} is not allowed ({fault['msg'][0].lower()}{fault['msg'][1:]})",
         where=path,
         legal=_legal(found),
-        nearest=nearest_word(str(value), choices) if choices else "",
+        nearest=_nearest(found, value),
     )
 
 
@@ -116,13 +116,64 @@ def _legal(field: FieldInfo | None) -> str:
     choices = _choices(field)
     if choices:
         return ", ".join(choices)
-    words = [_type_words(field.annotation)]
+    bounds = []
     for rule in field.metadata:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             bound = getattr(rule, name, None)
             if bound is not None:
-                words.append(f"{sign} {bound}")
-    return " ".join(words)
+                bounds.append(f"{sign} {bound}")
+    return f"{_type_words(field.annotation)} {' and '.join(bounds)}".rstrip()
+
+
+def _nearest(field: FieldInfo | None, value: object) -> str:
+    """The legal value most like `value`; the field's default where nothing is like it."""
+    if field is None:
+        return ""
+    choices = _choices(field)
+    if choices:
+        near = nearest_word(str(value).lower(), choices)
+    else:
+        near = _nearest_plain(set(_parts(field.annotation)), field, value)
+    default = field.default
+    if not near and isinstance(default, (bool, int, float, str)):
+        near = str(default).lower() if isinstance(default, bool) else str(default)
+    return near
+
+
+def _nearest_plain(types_: set[object], field: FieldInfo, value: object) -> str:
+    word = str(value).strip().lower()
+    if bool in types_:
+        return {"1": "true", "yes": "true", "on": "true", "0": "false"}.get(word, "")
+    if types_ & {int, float} and not isinstance(value, bool):
+        try:
+            number = float(word)
+        except ValueError:
+            return ""
+        if not math.isfinite(number):
+            return ""
+        whole = int in types_
+        for rule in field.metadata:
+            least, most = getattr(rule, "ge", None), getattr(rule, "le", None)
+            above, below = getattr(rule, "gt", None), getattr(rule, "lt", None)
+            if whole and above is not None:
+                least = above + 1
+            elif (above is not None and number <= above) or (below is not None and number >= below):
+                return ""  # an open bound has no nearest value
+            number = max(number, least) if least is not None else number
+            number = min(number, most) if most is not None else number
+        return f"{round(number)}" if whole else f"{number:g}"
+    if str in types_ and isinstance(value, (int, float)):
+        return f'"{value}"'
+    return ""
+
+
+def _parts(annotation: object) -> Iterator[object]:
+    """The plain types of an annotation, unions taken apart."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from _parts(part)
+    else:
+        yield annotation
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -137,4 +188,6 @@ def _type_words(annotation: object) -> str:
         )
     if typing.get_origin(annotation) in (list, tuple):
         return "a list"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table"
     return getattr(annotation, "__name__", str(annotation))
