@@ -93,7 +93,8 @@ class Saver:
                 f"{keep} checkpoints would be kept", where="recover.keep", legal="1 or more"
             )
         self.root, self.run, self.rank = root, run, rank
-        self._key, self._exchange, self._clock = key, exchange, clock
+        self.clock = clock
+        self._key, self._exchange = key, exchange
         self._retention = Retention(root, run=run, key=key, keep=keep)
 
     def save(self, snapshot: Snapshot) -> SaveReport:
@@ -102,7 +103,7 @@ class Saver:
 
     def publish(self, part: Contribution) -> SaveReport:
         """`save` of something already prepared (a copy made for a save in the background)."""
-        started = self._clock()
+        started = self.clock()
         try:
             folder = self._begin(part)
             try:
@@ -116,7 +117,7 @@ class Saver:
                 f"  the checkpoints before it in {self.root} are as they were\n"
                 f"  next: {error.advice}"
             ) from error
-        seconds = self._clock() - started
+        seconds = self.clock() - started
         deleted, notes = self._retention.apply(part.step) if self.rank == 0 else ((), ())
         return SaveReport(
             path=self.root / folder_name(part.step), step=part.step, num_bytes=total,

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reparto.checkpoint.layout import Damaged
+from reparto.checkpoint.layout import Damaged, parse_foreign
+from reparto.errors import UserError
 from reparto.partition.tensors import Rectangle
 from reparto.units import DTYPE_BYTES
 
-MAX_HEADER_BYTES = 64 << 20
+#: 100,000 tensors; more than any model of the hub has in one file
+MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMS = 8
 
 #: our dtype names -> safetensors' names
@@ -102,6 +104,13 @@ def header_bytes(blocks: Iterable[Block], metadata: Mapping[str, str]) -> bytes:
         }
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UserError(
+            f"one file would hold {len(fields) - 1} pieces, more than a header of "
+            f"{MAX_HEADER_BYTES} bytes names",
+            where="checkpoint",
+            nearest="write from more ranks, or with fewer pieces a tensor",
+        )
     return struct.pack("<Q", len(text)) + text
 
 
@@ -121,14 +130,12 @@ def read_header(descriptor: int, *, where: object) -> Header:
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         raise Damaged(where, f"header of {length} bytes in a file of {size}")
-    try:
-        raw = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(where, f"header is not readable: {error}") from error
+    raw = parse_foreign(os.pread(descriptor, length, 8), where=where)
     if not isinstance(raw, dict):
         raise Damaged(where, "header is not a JSON object")
-    metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    texts = raw.pop("__metadata__", {})
+    metadata = _texts(texts)
+    if metadata != texts:
         raise Damaged(where, "header metadata is not text")
     blocks = [_block(key, entry, where=where) for key, entry in raw.items()]
     blocks.sort(key=lambda block: (block.offset, block.num_bytes))
@@ -163,15 +170,15 @@ def _block(key: str, entry: object, *, where: object) -> Block:
     return block
 
 
+def _texts(value: object) -> dict[str, str]:
+    """The part of `value` that is text by text."""
+    if not isinstance(value, dict):
+        return {}
+    return {str(key): text for key, text in value.items() if isinstance(text, str)}
+
+
 def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in value)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("one key stands twice")
-    return found
 
 
 def read_box(

@@ -46,8 +46,8 @@ def why_not_tiled(shape: tuple[int, ...], boxes: Sequence[Rectangle]) -> str:
     """In words, for boxes that do not tile: what is outside, doubled or missing."""
     whole = Rectangle.whole(shape)
     for box in boxes:
-        if len(box.size) != len(shape) or len(box.start) != len(shape):
-            return f"piece {describe(box)} has {len(box.size)} dims, the tensor {len(shape)}"
+        if {len(box.size), len(box.start)} != {len(shape)}:
+            return f"piece {describe(box)} has other dims than the tensor, which has {len(shape)}"
         if any(size < 1 for size in box.size) or whole.intersect(box) != box:
             return f"piece {describe(box)} does not lie inside shape {list(shape)}"
     pairs = itertools.islice(itertools.combinations(boxes, 2), _PAIRS_FOR_MESSAGE)
@@ -62,4 +62,4 @@ def why_not_tiled(shape: tuple[int, ...], boxes: Sequence[Rectangle]) -> str:
 
 def describe(box: Rectangle) -> str:
     """`[0:4, 2:3]`, as one would index the tensor."""
-    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=False)) + "]"
+    return "[" + ", ".join(f"{a}:{a + b}" for a, b in zip(box.start, box.size, strict=False)) + "]"
