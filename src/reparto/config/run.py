@@ -263,7 +263,10 @@ def _without_none(values: Mapping[str, object]) -> dict[str, object]:
     for key, value in values.items():
         if value is None or (key == "guard" and not value):
             continue
-        found[key] = _without_none(value) if isinstance(value, Mapping) else value
+        if isinstance(value, list):
+            found[key] = [_without_none(v) if isinstance(v, Mapping) else v for v in value]
+        else:
+            found[key] = _without_none(value) if isinstance(value, Mapping) else value
     return found
 
 
@@ -285,6 +288,8 @@ def read_run(path: Path | None, *, plan: str | None = None, settings: Sequence[s
             raise UserError(f"is not TOML: {error}", where=str(path)) from error
     if plan is not None:
         values["partition"] = Plan.parse(plan).model_dump()
+    # a setting changes one key of the default plan, which is not `Plan()`
+    values.setdefault("partition", Run().partition.model_dump())
     for setting in settings:
         _set(values, setting)
     run = build(Run, values)
