@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,11 +26,6 @@ from reparto.errors import UserError
 from reparto.evidence.ledger import Ledger, create_key
 
 FOLDERS = ("trace", "checkpoints", "control", "logs")
-
-
-def default_path(run: Run) -> Path:
-    """`runs/NAME-DATE-TIME`."""
-    return Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def write_private(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import tomli_w
 from rich.console import Console
 
 from reparto.cli import rundir
@@ -24,6 +25,7 @@ from reparto.errors import Fault, UserError
 from reparto.partition.built import refuse_unbuilt
 from reparto.partition.legal import check_plan
 from reparto.recover.detect import Failure
+from reparto.recover.launcher import joined
 from reparto.units import human_seconds
 
 #: seconds that workers get to end their step and save after a stop was asked for
@@ -58,8 +60,11 @@ def train(
                 "model": run.model.absolute(),
             }
         )
-        path = Path(run_dir) if run_dir else rundir.default_path(run)
-        rundir.refuse_existing(path)
+        launcher = joined()
+        name = launcher.job if launcher else time.strftime("%Y%m%d-%H%M%S")
+        path = Path(run_dir) if run_dir else Path("runs") / f"{run.name}-{name}"
+        if launcher is None or launcher.rank == 0:
+            rundir.refuse_existing(path)
     if stop_after is not None and not 1 <= stop_after <= run.steps:
         raise UserError(
             f"{stop_after} is no step of a training of {run.steps}",
@@ -105,12 +110,57 @@ def _reopened(
 def _launch(
     run: Run, path: Path, *, stop_after: int | None, resume: bool, json_out: bool, out: Console
 ) -> None:
+    launcher = joined()
+    if launcher is not None:
+        from reparto.cli.join import join
+
+        result = join(run, path, launcher, stop_after=stop_after, resume=resume, out=out)
+        if result is None:
+            return  # only rank 0 speaks
+    else:
+        start = set_up(run, path, stop_after=stop_after, resume=resume, out=out)
+        threads = int(str(start["threads"]))
+        result = _supervise(run, path, threads=threads, stop_after=stop_after, out=out)
+    _tell_end(run, path, result, out)
+    if json_out:
+        print(json.dumps({
+            "run_dir": str(path), "steps": result["step"], "loss": result["loss"],
+            "validation_loss": result["validation_loss"], "tokens_per_s": result["tokens_per_s"],
+            "world_size": run.partition.world_size, "plan": run.partition.text,
+            "unigram_entropy": result["unigram_entropy"],
+            "exposed_comm_s": result["exposed_comm_s"], "stopped_by": result["stopped_by"],
+        }))  # fmt: skip
+        sys.stdout.flush()
+
+
+def check_run(run: Run) -> None:
+    """All that can be refused before data is read; the same on every rank of a launcher."""
+    refuse_unbuilt(run.partition)
+    check_plan(
+        run.partition, batch_size=run.data.batch_size, sequence_length=run.data.sequence_length
+    )
+
+
+def set_up(
+    run: Run,
+    path: Path,
+    *,
+    stop_after: int | None,
+    resume: bool,
+    out: Console,
+    local_world_size: int = 0,
+    supervisor_pid: int = 0,
+) -> Mapping[str, object]:
+    """Check the run, prepare its data, make or reopen its folder; returns what workers are told.
+
+    local_world_size  workers on this host; 0: all of them
+    supervisor_pid    0: this process
+    """
     from reparto.data.cache import default_cache_dir
     from reparto.data.prepare import prepare
 
     plan = run.partition
-    refuse_unbuilt(plan)
-    check_plan(plan, batch_size=run.data.batch_size, sequence_length=run.data.sequence_length)
+    check_run(run)
     prepared = prepare(run.data, default_cache_dir(os.environ), telling(out))
     model = run.model.resolved(prepared.vocab_size)
     if run.model.weights is not None and not resume:
@@ -120,47 +170,39 @@ def _launch(
     warnings = [
         *prepared.warnings,
         *check_plan(plan, model=model, batch_size=run.data.batch_size),
-        *_machine_warnings(run),
+        *_machine_warnings(run, local_world_size or plan.world_size),
     ]
     for warning in warnings:
         out.print(f"warning: {warning}", style="yellow")
 
     if resume:
         rundir.write_private(path / "run.toml", run.to_toml())
+        rundir.write_private(path / "plan.toml", tomli_w.dumps(plan.model_dump(mode="json")))
     else:
         rundir.create(path, run)
         rundir.write_private(
             path / "tokenizer.json", prepared.tokenizer_file.read_text(encoding="utf-8")
         )
-    threads = run.compute.threads or max(1, _cores() // plan.world_size)
+    threads = run.compute.threads or max(1, _cores() // (local_world_size or plan.world_size))
     control = path / "control"
     for old in [*control.glob("error-*.json"), *control.glob("*.pid"), control / "result.json"]:
         old.unlink(missing_ok=True)
-    start = {
+    start: Mapping[str, object] = {
         "prepared": str(prepared.folder),
         "resume": resume,
         "stop_after": stop_after,
         "threads": threads,
-        "supervisor_pid": os.getpid(),
+        "supervisor_pid": supervisor_pid or os.getpid(),
         "time_s": time.time(),
     }
     rundir.write_private(control / "start.json", json.dumps(start))
     out.print(
-        f"run {path}: plan `{plan.text}`, {plan.world_size} workers of {threads} "
+        f"run {path}: plan `{plan.text}`, {plan.world_size} worker"
+        f"{'s' if plan.world_size > 1 else ''} of {threads} "
         f"thread{'s' if threads > 1 else ''}, {prepared.num_train_samples} samples an epoch; "
         f"unigram entropy {prepared.unigram_entropy_nats:.3f} nats a token"
     )
-    result = _supervise(run, path, threads=threads, stop_after=stop_after, out=out)
-    _tell_end(run, path, result, out)
-    if json_out:
-        print(json.dumps({
-            "run_dir": str(path), "steps": result["step"], "loss": result["loss"],
-            "validation_loss": result["validation_loss"], "tokens_per_s": result["tokens_per_s"],
-            "world_size": plan.world_size, "plan": plan.text,
-            "unigram_entropy": result["unigram_entropy"],
-            "exposed_comm_s": result["exposed_comm_s"], "stopped_by": result["stopped_by"],
-        }))  # fmt: skip
-        sys.stdout.flush()
+    return start
 
 
 def _supervise(
@@ -280,9 +322,9 @@ def _tell_end(run: Run, path: Path, result: Mapping[str, object], out: Console) 
     out.print(f"look: {path}/metrics.jsonl, ledger.jsonl, trace/ (open in chrome://tracing)")
 
 
-def _machine_warnings(run: Run) -> list[str]:
+def _machine_warnings(run: Run, workers: int) -> list[str]:
     found = []
-    cores, workers = _cores(), run.partition.world_size
+    cores = _cores()
     if workers > cores:
         found.append(
             f"{workers} workers share {cores} cores and will wait for each other; "

@@ -14,10 +14,14 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reparto.cli.rundir import write_private
 from reparto.errors import PeerLost, RepartoError, UserError
 from reparto.recover.worker import StopRequest, leave_with_parent
+
+if TYPE_CHECKING:
+    from reparto.comm.backend import Store
 
 
 def main() -> None:
@@ -44,14 +48,8 @@ def last_words(control: Path, rank: int, error: BaseException) -> None:
     from reparto.recover.supervise import write_error
 
     traceback.print_exc()
-    known = isinstance(error, RepartoError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = _words(error)
     where: Mapping[str, str] = error.as_dict() if isinstance(error, UserError) else {}
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        text = (
-            f"out of memory ({text.splitlines()[0]}); shard more (shard=parameters), use more "
-            "microbatches (num_microbatches) or recompute=full"
-        )
     write_error(
         control,
         rank,
@@ -65,17 +63,35 @@ def last_words(control: Path, rank: int, error: BaseException) -> None:
     )
 
 
+def _words(error: BaseException) -> str:
+    if isinstance(error, RepartoError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return (
+            f"out of memory ({text.splitlines()[0]}); shard more (shard=parameters), use more "
+            "microbatches (num_microbatches) or recompute=full"
+        )
+    return text
+
+
 def work(
-    run_dir: Path, start: Mapping[str, object], rank: int, world_size: int, stop: StopRequest
+    run_dir: Path,
+    start: Mapping[str, object],
+    rank: int,
+    world_size: int,
+    stop: StopRequest,
+    *,
+    store: Store | None = None,
 ) -> None:
-    """Everything between joining and leaving."""
+    """Everything between joining and leaving. `store` is a launcher's; else a file of our own."""
     import torch
 
     from reparto.cli.workroom import Room
     from reparto.comm.backend import file_store, finish_process_group, start_process_group
     from reparto.comm.mesh import SignatureCheck, torch_mesh
     from reparto.config.run import read_run
-    from reparto.data.prepare import open_prepared
+    from reparto.data.prepared import open_prepared
     from reparto.partition.grid import Grid
     from reparto.trace import Ring, chrome_trace
 
@@ -83,7 +99,8 @@ def work(
     control = run_dir / "control"
     torch.set_num_threads(int(str(start["threads"])))
     generation = int((control / "generation").read_text())
-    store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
+    if store is None:
+        store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
     ring = Ring(control / f"rank-{rank}.ring", rank=rank)
     backend = run.communicate.backend
     if backend == "auto":

@@ -224,3 +224,10 @@ def finish_process_group() -> None:
 def file_store(path: str, world_size: int) -> Store:
     """The store of one generation on one host: a file in the run folder, no listener."""
     return dist.FileStore(path, world_size)  # type: ignore[attr-defined, return-value]
+
+
+def client_store(host: str, port: int, *, prefix: str, timeout_s: float) -> Store:
+    """A store that somebody else listens with, such as torchrun; our keys start with `prefix`."""
+    timeout = timedelta(seconds=timeout_s)
+    raw = dist.TCPStore(host, port, None, False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, raw)  # type: ignore[attr-defined, return-value]
