@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 schedule_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(schedule_app, name="schedule", help="Pipeline schedules as data.")
+checkpoint_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(checkpoint_app, name="checkpoint", help="What is saved, and is it whole.")
 
 RunFile = Annotated[
     str | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without it, the demo.")
@@ -194,10 +196,74 @@ def generate(
     )
 
 
+CheckpointPath = Annotated[
+    str, typer.Argument(metavar="DIR", help="A run, its checkpoints folder, or one step-N.")
+]
+Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint; default newest.")]
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(path: CheckpointPath, json_out: Json = False) -> None:
+    """What is there, and where each came from. / Qué hay y de dónde viene."""
+    from reparto.cli import checkpoint as verb
+
+    verb.list_all(path, json_out=json_out)
+
+
+@checkpoint_app.command("check")
+def checkpoint_check(path: CheckpointPath, json_out: Json = False) -> None:
+    """Whether every byte is as it was written. / Comprobar cada byte."""
+    from reparto.cli import checkpoint as verb
+
+    verb.check(path, json_out=json_out)
+
+
+@checkpoint_app.command("convert")
+def checkpoint_convert(
+    path: CheckpointPath,
+    to: Annotated[str, typer.Argument(metavar="TO", help="Folder that gets the new step-N.")],
+    plan: Annotated[str, typer.Option("--plan", help="The plan to lay it out for.")],
+    step: Step = None,
+    json_out: Json = False,
+) -> None:
+    """The same checkpoint in another layout. / El mismo punto con otro reparto."""
+    from reparto.cli import checkpoint as verb
+
+    verb.convert(path, to, plan=plan, step=step, json_out=json_out)
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    path: CheckpointPath,
+    to: Annotated[str, typer.Argument(metavar="TO", help="New Hugging Face folder.")],
+    step: Step = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default as stored.")
+    ] = None,
+    json_out: Json = False,
+) -> None:
+    """To a Hugging Face folder. / A una carpeta de Hugging Face."""
+    from reparto.cli import checkpoint as verb
+
+    verb.export(path, to, step=step, dtype=dtype, json_out=json_out)
+
+
+@checkpoint_app.command("import")
+def checkpoint_import(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Hugging Face folder.")],
+    run_dir: Annotated[str, typer.Argument(metavar="RUN", help="New run folder.")],
+    settings: Settings = None,
+    json_out: Json = False,
+) -> None:
+    """From a Hugging Face folder. / Desde una carpeta de Hugging Face."""
+    from reparto.cli import checkpoint as verb
+
+    verb.import_(source, run_dir, settings=settings or [], json_out=json_out)
+
+
 _UNBUILT = {
     "probe": "Measure this machine or cluster into a cluster file.",
     "bench": "Side by side with named peers in one run, as ratios.",
-    "checkpoint": "List, check, convert, export and import checkpoints.",
     "drill": "Inject faults into a small run and score the recovery.",
     "diagnose": "Find the first stage whose assumption did not hold.",
     "compare": "Compare two runs.",
@@ -220,7 +286,7 @@ def _add_unbuilt(name: str, what: str) -> None:
 
         raise UserError(
             f"`reparto {name}` is not built yet",
-            legal="train, verify, plan, schedule draw, generate",
+            legal="train, verify, plan, schedule draw, generate, checkpoint",
         )
 
 

@@ -9,20 +9,13 @@ from pathlib import Path
 from rich.table import Table
 
 from reparto.cli.console import console
-from reparto.config.model import (
-    ModelConfig,
-    decays,
-    num_parameters,
-    parameter_shapes,
-    preset,
-    tied_parameters,
-)
+from reparto.config.model import ModelConfig, num_parameters, preset
 from reparto.config.plan import Plan
 from reparto.config.run import read_run
 from reparto.errors import UserError
 from reparto.partition.grid import Grid
 from reparto.partition.legal import check_plan
-from reparto.partition.show import RankView, view_rank
+from reparto.partition.show import RankView, decoder_map, view_rank
 from reparto.units import human_bytes, human_count
 
 
@@ -74,7 +67,9 @@ def _show(
         out.print(f"warning: {warning}", style="yellow")
     grid = Grid.of(plan)
     shown = [rank] if rank is not None else list(range(min(plan.world_size, 16)))
-    views = [_view(plan, model, one, run.compute.precision, run.compute.master) for one in shown]
+    views = [
+        decoder_view(plan, model, one, run.compute.precision, run.compute.master) for one in shown
+    ]
     out.print(
         f"plan `{plan.text}` for {human_count(num_parameters(model))} parameters: "
         f"{plan.world_size} ranks = pipeline {plan.pipeline} x data {plan.data} x context "
@@ -98,34 +93,15 @@ def _show(
         print(json.dumps(body))
 
 
-def _view(plan: Plan, model: ModelConfig, rank: int, compute: str, master: str) -> RankView:
-    shapes = parameter_shapes(model)
-    return view_rank(
-        plan,
-        rank,
-        shapes=shapes,
-        blocks=_blocks(model),
-        decays={name: decays(name) for name in shapes},
-        tied=tied_parameters(model),
-        compute_dtype=compute,
-        master_dtype=master,
-    )
-
-
-def _blocks(model: ModelConfig) -> list[list[str]]:
-    """Parameter names of the decoder's blocks: embedding, layers, final norm, head."""
-    names = list(parameter_shapes(model))
-    blocks: list[list[str]] = [[], *([] for _ in range(model.num_hidden_layers)), [], []]
-    for name in names:
-        if name.startswith("model.embed_tokens"):
-            blocks[0].append(name)
-        elif name.startswith("model.layers."):
-            blocks[1 + int(name.split(".")[2])].append(name)
-        elif name.startswith("model.norm"):
-            blocks[-2].append(name)
-        else:
-            blocks[-1].append(name)
-    return blocks
+def decoder_view(
+    plan: Plan,
+    model: ModelConfig,
+    rank: int,
+    compute: str = "float32",
+    master: str = "float32",
+) -> RankView:
+    """What one rank of a plan holds of our decoder."""
+    return view_rank(decoder_map(model), plan, rank, compute_dtype=compute, master_dtype=master)
 
 
 def _model(name: str) -> ModelConfig:

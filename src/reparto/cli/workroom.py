@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reparto.checkpoint.background import BackgroundSaver
 from reparto.checkpoint.layout import Parent, moment_name
 from reparto.checkpoint.load import Checkpoint, find_latest
-from reparto.checkpoint.save import Saver
+from reparto.checkpoint.save import Saver, SaveReport
 from reparto.checkpoint.share import writes
 from reparto.checkpoint.snapshot import Piece, Snapshot
 from reparto.cli.evidence import stage_records
@@ -74,8 +75,13 @@ class Room:
             run=run_dir.name,
             key=self._key,
             rank=mesh.rank,
-            exchange=self._exchange,
+            exchange=self._save_exchange if run.recover.background else self._exchange,
             keep=run.recover.keep,
+        )
+        self._background = (
+            BackgroundSaver(self._saver, when_busy=run.recover.when_busy, agree=self._exchange)
+            if run.recover.background
+            else None
         )
         self._first_step = 1
         checkpoint = self._find() if start["resume"] else None
@@ -108,6 +114,10 @@ class Room:
 
     def _exchange(self, row: bytes) -> list[bytes]:
         return self._mesh.world.exchange(row, tag="checkpoint")
+
+    def _save_exchange(self, row: bytes) -> list[bytes]:
+        """On a group of its own, because it is called from the thread that saves."""
+        return self._mesh.group("save").exchange(row, tag="save")
 
     def _open_ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
         if self._mesh.rank != 0:
@@ -188,6 +198,8 @@ class Room:
             sink=self._sink,
             asked_to_stop=stop,
         )
+        if self._background is not None:
+            self._told(self._background.finish())
 
     def _save(self, step: int) -> None:
         state, mesh = self._state, self._mesh
@@ -228,13 +240,25 @@ class Room:
             parent=self._parent,
         )
         with mesh.ring.span(Kind.SAVE, f"step-{step}"):
-            report = self._saver.save(snapshot)
-        self._saves.append(report.seconds)
-        self._sink.event(
-            "checkpoint",
-            {"step": step, "seconds": report.seconds, "bytes": report.num_bytes,
-             "deleted": list(report.deleted)},
-        )  # fmt: skip
+            if self._background is None:
+                self._told([self._saver.save(snapshot)])
+                return
+            started = self._background.save(snapshot)
+        self._told(self._background.reports())
+        if started.skipped_for is not None:
+            self._sink.event(
+                "checkpoint_skipped", {"step": step, "still_writing": started.skipped_for}
+            )
+
+    def _told(self, reports: Sequence[SaveReport]) -> None:
+        """One ledger line for each save that has come to its end."""
+        for report in reports:
+            self._saves.append(report.seconds)
+            self._sink.event(
+                "checkpoint",
+                {"step": report.step, "seconds": report.seconds, "bytes": report.num_bytes,
+                 "deleted": list(report.deleted)},
+            )  # fmt: skip
 
     # -- end -----------------------------------------------------------------------------------
 

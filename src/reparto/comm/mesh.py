@@ -19,7 +19,7 @@ import torch.distributed as dist
 from reparto.comm.backend import Store, TorchTransport, Transport
 from reparto.comm.collectives import Check, Communicator
 from reparto.comm.fake import FakeWorld
-from reparto.errors import Fault
+from reparto.errors import Fault, PeerLost
 from reparto.partition.grid import Grid
 from reparto.trace import Ring
 
@@ -37,6 +37,7 @@ PURPOSES: dict[str, tuple[str, str]] = {
     "expert": ("expert", ""),
     "expert_shard": ("expert_shard", ""),
     "model": ("model", ""),
+    "save": ("world", "save"),  # used by the thread that saves in the background
 }
 
 
@@ -127,10 +128,13 @@ def _mesh(
     communicators: dict[str, Communicator] = {}
     for ident, purpose in enumerate(purposes, start=1):
         ranks = grid.group(PURPOSES[purpose][0], rank)
+        # a ring has one writer: the thread that saves gets one of its own, and stays out of the
+        # step's fingerprint, because it runs at another time on every rank
+        own = Ring(None, rank=rank, capacity=1024) if purpose == "save" else ring
         communicators[purpose] = Communicator(
             purpose,
             transport(purpose, ranks),
-            ring=ring,
+            ring=own,
             ident=ident,
             ranks=ranks,
             check=check,
@@ -151,15 +155,26 @@ class SignatureCheck:
         self._generation = generation
         self._counts: dict[str, int] = {}
 
-    def __call__(self, group: str, index: int, size: int, signature: str) -> None:
-        number = self._counts.get(group, 0)
-        self._counts[group] = number + 1
-        prefix = f"check/{self._generation}/{group}/{number}/"
+    def __call__(self, group: str, ranks: tuple[int, ...], index: int, signature: str) -> None:
+        name = f"{group}:{ranks[0]}"
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        prefix = f"check/{self._generation}/{name}/{number}/"
         self._store.set(f"{prefix}{index}", signature.encode())
-        seen = [self._store.get(f"{prefix}{member}").decode() for member in range(size)]
+        seen: list[str] = []
+        for member in range(len(ranks)):
+            try:
+                seen.append(self._store.get(f"{prefix}{member}").decode())
+            except RuntimeError as error:
+                late = [rank for place, rank in enumerate(ranks)
+                        if not self._store.check([f"{prefix}{place}"])]  # fmt: skip
+                raise PeerLost(
+                    f"rank {self._ring.rank}, step {self._ring.step}: {signature}, collective "
+                    f"{number} of group `{group}`: rank {', '.join(map(str, late))} has not come"
+                ) from error
         if len(set(seen)) > 1:
-            lines = "\n".join(f"  member {i}: {text}" for i, text in enumerate(seen))
+            lines = "\n".join(f"  rank {r}: {text}" for r, text in zip(ranks, seen, strict=True))
             raise Fault(
-                f"rank {self._ring.rank}, step {self._ring.step}: members of group `{group}` "
-                f"disagree on collective {number}, so nothing was sent:\n{lines}"
+                f"rank {self._ring.rank}, step {self._ring.step}: the ranks of group `{group}` "
+                f"disagree on its collective {number}, so nothing was sent:\n{lines}"
             )

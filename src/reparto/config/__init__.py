@@ -1,1 +1,1 @@
-"""Stage 1, L0: run, plan, model, data and cluster as frozen values that can be saved and replayed."""
+"""Stage 1, L0: run, plan, model, data, cluster as frozen values, saved and replayed. No torch."""

@@ -203,6 +203,10 @@ class Recover(_Table):
     "steps between checkpoints; 0: only at the end"
     keep: int = Field(3, ge=1)
     "checkpoints that are kept"
+    background: bool = True
+    "write checkpoints on a thread while training goes on; false: training waits for the disk"
+    when_busy: Literal["wait", "skip"] = "wait"
+    "what a background save does while the one before is still being written"
     evaluate_every: int = Field(0, ge=0)
     "steps between evaluations; 0: only at the end"
     max_restarts: int = Field(0, ge=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reparto.config.model import ModelConfig
 from reparto.errors import UserError
 
 
@@ -51,3 +52,21 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], .
         cuts.append((first, stop - first))
         first = stop
     return tuple(cuts)
+
+
+def decoder_costs(config: ModelConfig, *, sequence_length: int) -> tuple[float, ...]:
+    """FLOPs a token in forward of every block: embedding, layers, final norm, head.
+
+    2 a weight of every matmul, and 2 S H C for causal attention (half of each of two S x C
+    products a head). Backward costs twice that in every block, so the proportions are the same.
+    Norm and embedding are given the few operations an element that they need, so that they are
+    cheap but not free.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    matmuls = 2 * (hidden * (heads + 2 * keys) + heads * hidden + 3 * hidden * inner)
+    layer = matmuls + 2 * sequence_length * heads + 8 * hidden
+    ends = float(4 * hidden)
+    return (ends, *[float(layer)] * config.num_hidden_layers, ends,
+            float(2 * hidden * config.vocab_size))  # fmt: skip

@@ -4,19 +4,26 @@ and the tests use, so what is shown is what will be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from reparto.config.model import (
+    ModelConfig,
+    decays,
+    parameter_shapes,
+    rules,
+    tied_parameters,
+)
 from reparto.config.plan import Plan
-from reparto.partition.grid import AXES, Grid
-from reparto.partition.tensors import Placement, initial_table, shard_rows
+from reparto.partition.layers import decoder_costs
+from reparto.partition.place import ModelMap, holding, names_by_block
+from reparto.partition.tensors import Placement
 from reparto.partition.volume import (
     Message,
-    Shapes,
     StateBytes,
     reduction_messages,
     state_bytes,
-    unit_layouts,
+    word_messages,
 )
 from reparto.units import DTYPE_BYTES
 
@@ -68,43 +75,43 @@ class RankView:
         }  # fmt: skip
 
 
+def decoder_map(config: ModelConfig, *, sequence_length: int = 0) -> ModelMap:
+    """Our decoder as blocks of names: embedding, layers, final norm, head."""
+    shapes, tied = parameter_shapes(config), tied_parameters(config)
+    prefixes = [
+        "model.embed_tokens",
+        *(f"model.layers.{index}" for index in range(config.num_hidden_layers)),
+        "model.norm",
+        "lm_head",
+    ]
+    return ModelMap(
+        shapes=shapes,
+        aliases=tied,
+        blocks=names_by_block([*shapes, *tied], prefixes),
+        decays={name: decays(name) for name in shapes},
+        rules=rules(config),
+        costs=decoder_costs(config, sequence_length=sequence_length),
+    )
+
+
 def view_rank(
+    model: ModelMap,
     plan: Plan,
     rank: int,
     *,
-    shapes: Shapes,
-    blocks: Sequence[Sequence[str]],
-    decays: Mapping[str, bool],
-    tied: Mapping[str, str],
     compute_dtype: str = "float32",
     master_dtype: str = "float32",
 ) -> RankView:
-    """The view of `rank`. `blocks` are names by block in model order, `tied` alias -> name."""
-    grid = Grid.of(plan)
-    coordinates = grid.coordinates(rank)
-    table = initial_table(shapes, decays=decays, axes=AXES)
-    if plan.shard != "none":
-        shard = grid.group("shard", rank).index(rank)
-        table = {
-            name: one.with_(
-                held=tuple(
-                    rows for box in one.held for rows in shard_rows(box, plan.num_shards, shard)
-                )
-            )
-            for name, one in table.items()
-        }
-    layouts = unit_layouts(
-        [{name: shapes[name] for name in block} for block in blocks],
-        plan=plan,
-        gradient_bytes=DTYPE_BYTES[master_dtype],
-    )
-    last = set(blocks[-1]) | {tied[alias] for alias in tied}
-    kept = [any(slot.name in last for slot in layout.slots) for layout in layouts]
+    """The view of `rank`."""
+    held = holding(model, plan, rank, gradient_bytes=DTYPE_BYTES[master_dtype])
     types = {"compute_dtype": compute_dtype, "master_dtype": master_dtype}
     return RankView(
         rank=rank,
-        coordinates=coordinates,
-        table=table,
-        state=state_bytes(layouts, plan=plan, **types),
-        messages=tuple(reduction_messages(layouts, plan=plan, kept=kept, **types)),
+        coordinates=held.coordinates,
+        table=held.table,
+        state=state_bytes(held.layouts, plan=plan, **types),
+        messages=(
+            *reduction_messages(held.layouts, plan=plan, kept=held.kept, **types),
+            *word_messages(plan.world_size),
+        ),
     )

@@ -234,6 +234,25 @@ def reduction_messages(
     return found
 
 
+#: numbers in the agreement word of a step, eight bytes each (`train/agree.py`)
+WORD_FIELDS = 9
+
+
+def word_messages(world_size: int) -> list[Message]:
+    """The one control message of a step: every rank's word before all ranks."""
+    if world_size == 1:
+        return []
+    return [
+        Message(
+            what="word",
+            operation="all_gather",
+            group="world",
+            group_size=world_size,
+            payload_bytes=8 * WORD_FIELDS * world_size,
+        )
+    ]
+
+
 def _unshard_messages(
     layouts: Sequence[FlatLayout], *, plan: Plan, compute_bytes: int, kept: Sequence[bool]
 ) -> list[Message]:

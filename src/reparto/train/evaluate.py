@@ -17,6 +17,9 @@ from reparto.model.loss import cross_entropy_tokens
 from reparto.trace import Kind
 from reparto.train.state import TrainState, logits
 
+#: tokens of one forward pass without gradients: enough to be efficient, little enough to fit
+_TOKENS_AT_ONCE = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -35,7 +38,7 @@ class Evaluation:
         return math.exp(self.loss)
 
 
-def evaluate(state: TrainState, *, microbatch_size: int) -> Evaluation:
+def evaluate(state: TrainState) -> Evaluation:
     """Run the validation set through the model. Every rank must call it."""
     mesh, run = state.parallel.mesh, state.run
     groups = state.prepared.groups
@@ -44,7 +47,7 @@ def evaluate(state: TrainState, *, microbatch_size: int) -> Evaluation:
     batches = evaluation_batches(
         dataset,
         collate_for(state.prepared),
-        microbatch_size=microbatch_size,
+        microbatch_size=max(1, _TOKENS_AT_ONCE // run.data.sequence_length),
         data_degree=run.partition.data,
         data_rank=mesh.grid.batch_index(mesh.rank),
     )

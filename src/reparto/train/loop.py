@@ -98,7 +98,7 @@ def train_loop(
             stopped = result.agreed.stop
             break
         if look_every and step % look_every == 0 and step < last_step:
-            seen = evaluate(state, microbatch_size=state.loader.split.sequences)
+            seen = evaluate(state)
             sink.event("evaluation", _told(step, seen))
         if every and step % every == 0:
             save(step)
@@ -108,7 +108,7 @@ def train_loop(
     evaluation = None
     if not stopped:
         state.loader.close()
-        evaluation = evaluate(state, microbatch_size=state.loader.split.sequences)
+        evaluation = evaluate(state)
         sink.event("evaluation", _told(step, evaluation))
     return LoopResult(
         step=step,
