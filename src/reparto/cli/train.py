@@ -24,7 +24,8 @@ from reparto.config.run import Run, read_run
 from reparto.errors import Fault, UserError
 from reparto.partition.built import refuse_unbuilt
 from reparto.partition.legal import check_plan
-from reparto.recover.detect import Failure
+from reparto.recover.decide import Attempt, decide
+from reparto.recover.detect import Failure, Outcome
 from reparto.recover.launcher import joined
 from reparto.units import human_seconds
 
@@ -119,8 +120,7 @@ def _launch(
             return  # only rank 0 speaks
     else:
         start = set_up(run, path, stop_after=stop_after, resume=resume, out=out)
-        threads = int(str(start["threads"]))
-        result = _supervise(run, path, threads=threads, stop_after=stop_after, out=out)
+        result = _until_done(run, path, start, stop_after=stop_after, out=out)
     _tell_end(run, path, result, out)
     if json_out:
         print(json.dumps({
@@ -205,10 +205,45 @@ def set_up(
     return start
 
 
-def _supervise(
-    run: Run, path: Path, *, threads: int, stop_after: int | None, out: Console
+def _until_done(
+    run: Run, path: Path, start: Mapping[str, object], *, stop_after: int | None, out: Console
 ) -> Mapping[str, object]:
-    """Start workers, show progress, pass a stop on; returns the result that rank 0 left."""
+    """Supervise, and start again after a fault while that makes sense (`recover/decide.py`)."""
+    attempts: list[Attempt] = []
+    while True:
+        outcome, asked = _supervise(run, path, start, stop_after=stop_after, out=out)
+        if outcome.ok:
+            result: Mapping[str, object] = json.loads(
+                (path / "control" / "result.json").read_text()
+            )
+            return result
+        cause = outcome.failures[0]
+        if cause.exit_code == 2 and cause.where:
+            raise UserError(**{key: cause.where.get(key, "") for key in
+                               ("what", "where", "legal", "nearest")})  # fmt: skip
+        saved = _newest_step(path)
+        lines = _fault_lines(path, outcome.failures, saved, asked_twice=asked > 1)
+        _record_fault(path, lines, cause)
+        attempts.append(Attempt(step=cause.step, saved=saved, exit_code=cause.exit_code))
+        decision = decide(attempts, max_restarts=run.recover.max_restarts)
+        if asked or not decision.restart:
+            end = [] if asked else [f"  not started again: {decision.reason}"]
+            raise Fault("\n".join([*lines, *end]))
+        out.print("\n".join(lines[:-1]), style="red")
+        out.print(f"restart {len(attempts)} of {run.recover.max_restarts}: {decision.reason}")
+        start = {**start, "resume": saved > 0, "before": decision.before}
+        for old in (path / "control").glob("error-*.json"):
+            old.unlink()
+        rundir.write_private(path / "control" / "start.json", json.dumps(start))
+
+
+def _supervise(
+    run: Run, path: Path, start: Mapping[str, object], *, stop_after: int | None, out: Console
+) -> tuple[Outcome, int]:
+    """One life of the workers: start, show progress, pass a stop on.
+
+    Returns how they ended, and how often a stop was asked for.
+    """
     from reparto.recover.supervise import Supervisor
 
     supervisor = Supervisor(
@@ -216,7 +251,7 @@ def _supervise(
         world_size=run.partition.world_size,
         arguments=["-m", "reparto.cli.worker", str(path.absolute())],
         environment={
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(start["threads"]),
             "GLOO_SOCKET_IFNAME": "lo",
             # keep freed memory: a step asks for the same sizes again, and fresh pages are slow
             "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -243,7 +278,7 @@ def _supervise(
             while supervisor.alive:
                 supervisor.wait(0.1)
                 watcher.poll()
-                if asked and len(asked) == 1 and not supervisor.worker_pids():
+                if len(asked) == 1:  # workers that had not come up yet when it was asked
                     supervisor.ask_to_stop()
                 if asked and time.monotonic() - asked[0] > _STOP_GRACE_S:
                     supervisor.kill()
@@ -251,36 +286,31 @@ def _supervise(
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
-    outcome = supervisor.outcome()
-    if not outcome.ok:
-        raise _fault(path, outcome.failures, asked_twice=len(asked) > 1)
-    result: Mapping[str, object] = json.loads((path / "control" / "result.json").read_text())
-    return result
+    return supervisor.outcome(), len(asked)
 
 
-def _fault(path: Path, failures: Sequence[Failure], *, asked_twice: bool) -> Fault | UserError:
-    """The one error of a run that did not end well: cause first, consequences folded under it."""
+def _newest_step(path: Path) -> int:
+    """Step of the newest published checkpoint, 0 if there is none."""
+    steps = [one.name.removeprefix("step-") for one in (path / "checkpoints").glob("step-*")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+def _fault_lines(
+    path: Path, failures: Sequence[Failure], saved: int, *, asked_twice: bool
+) -> list[str]:
+    """The one message of a run that did not end well: cause first, consequences under it."""
     cause, others = failures[0], failures[1:]
-    if cause.exit_code == 2 and cause.where:
-        return UserError(**{key: cause.where.get(key, "") for key in
-                            ("what", "where", "legal", "nearest")})  # fmt: skip
-    saved = sorted(
-        (path / "checkpoints").glob("step-*"),
-        key=lambda one: int(one.name.removeprefix("step-")) if one.name[5:].isdigit() else -1,
-    )
-    good = saved[-1].name if saved and saved[-1].name[5:].isdigit() else "none"
     what = "ended at once, as asked" if asked_twice else cause.message
     lines = [f"rank {cause.rank}, step {cause.step}, {cause.doing}: {what}"]
     if others:
         followed = ", ".join(f"rank {one.rank}" for one in others)
         lines.append(f"  followed by {followed}")
-    lines.append(f"  last checkpoint: {good}")
+    lines.append(f"  last checkpoint: {f'step-{saved}' if saved else 'none'}")
     lines.append(
-        f"  next: reparto train --run-dir {path} --resume" if good != "none" else
+        f"  next: reparto train --run-dir {path} --resume" if saved else
         f"  next: look at {path}/logs, then start a new run"
     )  # fmt: skip
-    _record_fault(path, lines, cause)
-    return Fault("\n".join(lines))
+    return lines
 
 
 def _record_fault(path: Path, lines: Sequence[str], cause: Failure) -> None:

@@ -88,8 +88,9 @@ class Room:
         position = int(str(checkpoint.manifest.state["position"])) if checkpoint else 0
         self._ledger = self._open_ledger(checkpoint)
         self._rows_dropped = 0
-        if checkpoint is not None and mesh.rank == 0:  # before the sink opens the file
-            self._rows_dropped = cut_metrics(run_dir / "metrics.jsonl", checkpoint.manifest.step)
+        if mesh.rank == 0:  # before the sink opens the file; a restart from the start drops all
+            step = checkpoint.manifest.step if checkpoint else 0
+            self._rows_dropped = cut_metrics(run_dir / "metrics.jsonl", step)
         self._sink = FileSink(run_dir, self._ledger)
         self._state: TrainState = build(run, prepared, mesh, position=position)
         if checkpoint is not None:
@@ -103,9 +104,11 @@ class Room:
 
     def _find(self) -> Checkpoint:
         """The newest whole checkpoint; all ranks take the same one, each having digested a part."""
+        before = self._start.get("before")
         found = find_latest(
             self._run_dir / "checkpoints",
             key=self._key,
+            before=int(str(before)) if before is not None else None,
             rank=self._mesh.rank,
             exchange=self._exchange,
         )

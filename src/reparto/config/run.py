@@ -209,8 +209,8 @@ class Recover(_Table):
     "what a background save does while the one before is still being written"
     evaluate_every: int = Field(0, ge=0)
     "steps between evaluations; 0: only at the end"
-    max_restarts: int = Field(0, ge=0)
-    "automatic restarts after a fault"
+    max_restarts: int = Field(3, ge=0)
+    "automatic restarts after a fault, each from the newest whole checkpoint; 0: none"
 
 
 class Guard(_Table):
@@ -350,7 +350,6 @@ def _refuse_unbuilt(run: Run) -> None:
         )
     for value, where, what in (
         (run.compute.compile, "compute.compile", "compiling blocks"),
-        (run.recover.max_restarts, "recover.max_restarts", "automatic restart"),
     ):
         if value:
             raise UserError(f"{what} is not built yet", where=where, nearest="leave it out")

@@ -35,6 +35,18 @@ class Failure:
     "fields of a user's error, empty otherwise"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How all workers ended."""
+
+    failures: tuple[Failure, ...]
+    "the cause first; empty when all ended well"
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
 def describe(
     exits: Mapping[int, int], errors: Mapping[int, Mapping[str, object]], rings: Rings
 ) -> tuple[Failure, ...]:

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -32,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from reparto.recover.detect import Failure, describe
+from reparto.recover.detect import Outcome, describe
 from reparto.trace import read_ring
 
 #: seconds a worker has after SIGTERM when the others have failed; then SIGKILL
@@ -81,18 +80,6 @@ class HostRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._closed = True
         return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How all workers ended."""
-
-    failures: tuple[Failure, ...]
-    "the cause first; empty when all ended well"
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
 
 
 class Supervisor:
