@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from reparto.api.launch import launch
+    from reparto.api.session import Session
     from reparto.config.model import ModelConfig
     from reparto.config.plan import Plan
-    from reparto.config.run import Run
+    from reparto.config.run import Run, Synchronize
     from reparto.errors import CheckFailed, Fault, UserError
     from reparto.parallel.compose import Parallel
     from reparto.train.step import Trainer
@@ -20,8 +22,11 @@ __all__ = [
     "Parallel",
     "Plan",
     "Run",
+    "Session",
+    "Synchronize",
     "Trainer",
     "UserError",
+    "launch",
 ]
 
 _HOME = {
@@ -31,6 +36,9 @@ _HOME = {
     "ModelConfig": "reparto.config.model",
     "Plan": "reparto.config.plan",
     "Run": "reparto.config.run",
+    "Session": "reparto.api.session",
+    "Synchronize": "reparto.config.run",
+    "launch": "reparto.api.launch",
     "Parallel": "reparto.parallel.compose",
     "Trainer": "reparto.train.step",
 }
