@@ -104,17 +104,21 @@ class Job:
     def group(self, axis: str) -> Group:
         """The group of an axis in the rank order pipeline, replicas, data, context, tensor."""
         plan = self.plan
+        if axis == "tensor":
+            return Group(plan.tensor, 1)
+        if axis == "context":
+            return Group(plan.context, plan.tensor)
+        if axis == "expert":
+            return Group(plan.expert, plan.tensor)
+        if axis == "reduce":
+            return Group(plan.data * plan.context, plan.tensor)
         within = plan.context * plan.tensor
+        if axis == "pipeline":
+            return Group(plan.pipeline, plan.data * within)
+        if axis == "replicas":
+            return Group(plan.replicas, plan.data // plan.replicas * within)
         shards = plan.data // plan.replicas * plan.context
-        sizes = {
-            "tensor": (plan.tensor, 1),
-            "context": (plan.context, plan.tensor),
-            "shard": (shards, plan.tensor),
-            "reduce": (plan.data * plan.context, plan.tensor),
-            "replicas": (plan.replicas, plan.data // plan.replicas * within),
-            "expert": (plan.expert, plan.tensor),
-            "expert_shard": (max(1, shards // plan.expert), plan.tensor * plan.expert),
-            "pipeline": (plan.pipeline, plan.data * within),
-        }
-        size, stride = sizes[axis]
-        return Group(size, stride)
+        if axis == "shard":
+            return Group(shards, plan.tensor)
+        assert axis == "expert_shard", axis
+        return Group(max(1, shards // plan.expert), plan.tensor * plan.expert)

@@ -20,20 +20,20 @@ With selective recompute the scores go; with full recompute only a layer's input
 one layer's activations while it is made again. How many microbatches are alive comes from the
 schedule: min(p - rank, m) under 1F1B, (Narayanan 2021) x (1 + (p - 1) / (p v)) interleaved.
 
-**Ends**: logits in 16 and 32 bit, and their gradient (`Software.loss_bytes` each). **Allowance**: `reserved_bytes` adds what the
-allocator keeps and the driver's context; a plan "fits" below 94 % of the device on that count.
+**Ends**: logits in 16 and 32 bit, and their gradient (`Software.loss_bytes` each).
+**Allowance**: `reserved_bytes` adds what the allocator keeps and the driver's context; on that
+count a plan fits below 97 % of what the device shows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reparto.planner.constants import shipped
-from reparto.planner.cost import Costs
 from reparto.planner.job import Job
-from reparto.planner.kernels import Kernels
-from reparto.planner.links import Links
-from reparto.planner.stages import Stage, ranks_of, stage_list
+from reparto.planner.stages import Layout
+from reparto.planner.step import Predictor
 
 #: the driver's context and the communication library's own buffers, a device
 CONTEXT_BYTES = 2e9
@@ -87,31 +87,46 @@ def usable_bytes(job: Job) -> float:
     return 0.97 * job.cluster.memory_bytes
 
 
-def memory_of(job: Job, costs: Costs | None = None) -> Memory:
+def memory_of(job: Job, predictor: Predictor | None = None) -> Memory:
     """The peak of every pipeline position."""
-    if costs is None:
-        constants = shipped()
-        kernels = Kernels(job.cluster.accelerator, constants, job.cluster.measured)
-        costs = Costs(kernels, Links(job.cluster, constants), constants)
-    stages = stage_list(job, costs)
-    rows = ranks_of(job, stages)
-    return Memory(ranks=tuple(_rank(job, stages, rows, rank) for rank in range(len(rows))))
+    layout = (predictor or Predictor(job.cluster, shipped())).layout(job)
+    per_layer = (
+        layer_activation_bytes(job, moe=False),
+        layer_activation_bytes(job, moe=True) if job.model.experts else 0.0,
+    )
+    again = 0.0
+    if job.plan.recompute == "full":
+        moe = bool(job.model.experts)
+        again = layer_activation_bytes(job, moe=moe, recompute="none")
+    return Memory(
+        ranks=tuple(_rank(job, layout, rank, per_layer, again) for rank in range(len(layout.rows)))
+    )
 
 
-def _rank(job: Job, stages: tuple[Stage, ...], rows: list[list[int]], rank: int) -> RankMemory:
-    plan = job.plan
-    mine = [stages[index] for index in rows[rank]]
-    items = _states(job, mine)
-    per_layer = {moe: layer_activation_bytes(job, moe=moe) for moe in (False, True)}
-    layers = sum(stage.dense * per_layer[False] + stage.moe * per_layer[True] for stage in mine)
-    live = live_microbatches(job, rank)
-    items["activations"] = layers * live / len(mine)
-    again: dict[str, float] = {}
-    if plan.recompute == "full":
-        kept = layer_activation_bytes(job, moe=bool(job.model.experts), recompute="none")
-        again["layer made again"] = kept
+def first_rank_bytes(job: Job, layout: Layout) -> float:
+    """Bytes of the first pipeline position, which holds most microbatches: a quick refusal."""
+    mine = [layout.stages[index] for index in layout.rows[0]]
+    layers = sum(stage.dense + stage.moe for stage in mine)
+    kept = float(sum(stage.dense for stage in mine)) * layer_activation_bytes(job, moe=False)
+    if job.model.experts:
+        kept += sum(stage.moe for stage in mine) * layer_activation_bytes(job, moe=True)
+    states = sum(_states(job, layout.parameters[0], layers).values())
+    return states + kept * live_microbatches(job, 0) / len(mine)
+
+
+def _rank(
+    job: Job, layout: Layout, rank: int, per_layer: tuple[float, float], again: float
+) -> RankMemory:
+    mine = [layout.stages[index] for index in layout.rows[rank]]
+    items = _states(job, layout.parameters[rank], sum(stage.dense + stage.moe for stage in mine))
+    layers = sum(stage.dense * per_layer[0] + stage.moe * per_layer[1] for stage in mine)
+    items["activations"] = layers * live_microbatches(job, rank) / len(mine)
     # the last logits are gone before the first layer is made again: the larger one counts
-    items.update(max(again, _ends(job, mine), key=lambda part: sum(part.values())))
+    logits = 0.0
+    if any(stage.last for stage in mine):
+        logits = job.microbatch_tokens * job.model.vocab / job.plan.tensor
+        logits *= job.software.loss_bytes
+    items["logits" if logits >= again else "layer made again"] = max(logits, again)
     ordered = sorted(items.items(), key=lambda item: -item[1])
     return RankMemory(pipeline_stage=rank, items=tuple((k, v) for k, v in ordered if v > 0))
 
@@ -119,36 +134,40 @@ def _rank(job: Job, stages: tuple[Stage, ...], rows: list[list[int]], rank: int)
 def live_microbatches(job: Job, rank: int) -> float:
     """Chunk activations alive at once on a pipeline rank (all chunks of one microbatch: v)."""
     plan = job.plan
-    p, m, v = plan.pipeline, plan.num_microbatches, plan.num_chunks
-    if plan.schedule == "gpipe":
+    return live_chunks(plan.schedule, plan.pipeline, plan.num_microbatches, plan.num_chunks, rank)
+
+
+def live_chunks(schedule: str, p: int, m: int, v: int, rank: int) -> float:
+    """The same from bare numbers; `schedule/live.py` counts it from the lists (a test compares)."""
+    if schedule == "gpipe":
         return float(m * v)
     if p == 1:
         return float(v)
-    if plan.schedule == "interleaved":
+    if schedule == "interleaved":
         return float(min(m * v, (v - 1) * p + 2 * (p - rank - 1) + 1))
-    if plan.schedule == "zb-v":
+    if schedule == "zb-v":
         return float(min(m * v, 2 * p))
-    if plan.schedule == "dualpipe-v":
+    if schedule == "dualpipe-v":
         return float(min(m * v, 2 * p + 1))
     return float(min(m, p - rank) * v)
 
 
-def _states(job: Job, mine: list[Stage]) -> dict[str, float]:
+def _states(job: Job, parameters: tuple[float, float], layers: int) -> dict[str, float]:
     plan = job.plan
-    parts = [s.parameters(job.model, tensor=plan.tensor, expert=plan.expert) for s in mine]
-    shared, routed = sum(p[0] for p in parts), sum(p[1] for p in parts)
+    shared, routed = parameters
     width = job.element_bytes
     gradient = job.software.gradient_bytes
     master = 4 if width < 4 else 0
     cut = shared / job.group("shard").size + routed / job.group("expert_shard").size
     whole = shared + routed
+    late = plan.num_microbatches > 1 and plan.gradient_sync == "step"
     if plan.shard == "parameters":
-        layers = max(1, sum(stage.dense + stage.moe for stage in mine))
-        unit = max(whole / layers, job.model.embedding_parameters / plan.tensor)
+        unit = max(whole / max(1, layers), job.model.embedding_parameters / plan.tensor)
         return {
             "weights": cut * 4,
-            "gathered weights": 2 * unit * width,
-            "gradients": cut * 4 + unit * gradient,
+            # with a pipeline a chunk stays gathered between its first and its last action
+            "gathered weights": (whole if plan.pipeline > 1 else 2 * unit) * width,
+            "gradients": cut * 4 + (whole if late else unit) * gradient,
             "optimizer": cut * 8,
         }
     split = plan.shard != "none"
@@ -157,7 +176,7 @@ def _states(job: Job, mine: list[Stage]) -> dict[str, float]:
         master += 4
     beside = width if job.software.plain_kernels and gradient == 4 and width < 4 else 0
     owned = cut if split else whole
-    reduced = cut * gradient if plan.shard == "gradients" else whole * gradient
+    reduced = cut * gradient if plan.shard == "gradients" and not late else whole * gradient
     return {
         "weights": whole * width,
         "gradients": reduced + beside * whole,
@@ -195,9 +214,44 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
     return tokens * (kept * width + masks + scores)
 
 
-def _ends(job: Job, mine: list[Stage]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    if any(stage.last for stage in mine):
-        logits = job.microbatch_tokens * job.model.vocab / job.plan.tensor
-        found["logits"] = logits * job.software.loss_bytes
-    return found
+def least_bytes(job: Job) -> float:
+    """The fullest rank of no schedule of this plan holds less: mean states, one microbatch alive.
+
+    A true bound, because the fullest rank has at least the mean, and every schedule holds at least
+    one whole microbatch of a rank's layers.
+    """
+    model, plan = job.model, job.plan
+    routed = model.moe_layers * model.experts * model.expert_parameters
+    shared = (model.parameters - routed) / (plan.tensor * plan.pipeline)
+    held = routed / (plan.tensor * plan.pipeline * plan.expert)
+    states = sum(
+        size
+        for name, size in _states(job, (shared, held), model.layers // plan.pipeline).items()
+        if name != "gathered weights"
+    )
+    return states * 0.999 + least_layer_bytes(job) / plan.pipeline
+
+
+def least_layer_bytes(job: Job) -> float:
+    """Activations of all layers for one microbatch."""
+    model = job.model
+    layers = float(model.dense_layers_count) * layer_activation_bytes(job, moe=False)
+    if model.experts:
+        layers += model.moe_layers * layer_activation_bytes(job, moe=True)
+    return layers
+
+
+def kept_bytes(job: Job, schedule: tuple[str, int], layers: float) -> float:
+    """No cut of the layers holds fewer activations on its fullest rank under a schedule.
+
+    With l_r microbatches alive on rank r, the best cut makes layers x l_r equal, so the fullest
+    rank holds all layers over the sum of 1 / l_r.
+    """
+    name, v = schedule
+    p, m = job.plan.pipeline, job.plan.num_microbatches
+    return 0.999 * layers / _sum_of_inverses(name, p, m, v)
+
+
+@lru_cache(maxsize=65536)
+def _sum_of_inverses(schedule: str, p: int, m: int, v: int) -> float:
+    return sum(v / live_chunks(schedule, p, m, v, rank) for rank in range(p))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from reparto.planner.job import Job
@@ -100,6 +100,27 @@ def simulate_step(
         bubble_share=timeline.bubble_share,
         timeline=timeline,
     )
+
+
+def steady_step_s(job: Job, predictor: Predictor, *, closed: StepTime) -> float:
+    """Seconds of a step from a simulation of a few microbatches, continued at the steady pace.
+
+    Beyond about three rounds of the pipeline every further microbatch adds the slowest rank's
+    work, so 3 p of them tell the ramp and the rest is a product. Keeps large plans under 0.2 s.
+    """
+    plan = job.plan
+    few = 3 * plan.pipeline
+    if plan.num_microbatches <= few:
+        return simulate_step(job, predictor, closed=closed).step_s
+    short = replace(
+        job,
+        plan=plan.model_copy(update={"num_microbatches": few}),
+        batch_size=job.microbatch_size * plan.data * few,
+    )
+    simulated = simulate_step(short, predictor)
+    pace = max(simulated.timeline.busy_s) / few
+    rest = closed.step_s - closed.compute_s - closed.bubble_s - _inside(closed)
+    return simulated.pipeline_s + (plan.num_microbatches - few) * pace + max(rest, 0.0)
 
 
 def schedule_of(job: Job) -> Schedule:

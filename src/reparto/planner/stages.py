@@ -118,12 +118,67 @@ def owner_of(stage: int, *, pipeline: int, chunks: int, v_shape: bool) -> int:
     return pipeline - 1 - at if v_shape and turn % 2 else at
 
 
-def ranks_of(job: Job, stages: tuple[Stage, ...]) -> list[list[int]]:
-    """The virtual stages of each pipeline rank."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What every pipeline rank holds and costs: all that does not depend on sharding."""
+
+    stages: tuple[Stage, ...]
+    "virtual stages, in the order of a microbatch"
+    rows: tuple[tuple[int, ...], ...]
+    "virtual stages of each rank"
+    costs: tuple[Cost, ...]
+    "one microbatch of each rank"
+    parameters: tuple[tuple[float, float], ...]
+    "(shared, routed) elements of each rank"
+    slowest: int
+    "the rank that sets the pace"
+    others: tuple[float, float, float]
+    "forward, input and weight seconds of all other ranks together"
+
+    @property
+    def fullest(self) -> tuple[float, float]:
+        """(shared, routed) elements of the rank that holds most."""
+        return max(self.parameters, key=sum)
+
+
+def layout_of(job: Job, costs: Costs) -> Layout:
+    """The layout of a plan; plans that differ in sharding alone share it."""
     plan = job.plan
     folded = plan.schedule in ("zb-v", "dualpipe-v")
+    stages = stage_list(job, costs)
     rows: list[list[int]] = [[] for _ in range(plan.pipeline)]
     for index in range(len(stages)):
         rank = owner_of(index, pipeline=plan.pipeline, chunks=plan.num_chunks, v_shape=folded)
         rows[rank].append(index)
-    return rows
+    cost_of = {stage: stage.cost(job, costs) for stage in set(stages)}
+    held_by = {
+        stage: stage.parameters(job.model, tensor=plan.tensor, expert=plan.expert)
+        for stage in cost_of
+    }
+    totals: list[Cost] = []
+    parameters: list[tuple[float, float]] = []
+    known: dict[tuple[Stage, ...], Cost] = {}
+    for row in rows:
+        mine = tuple(stages[index] for index in row)
+        if mine not in known:
+            total = cost_of[mine[0]]
+            for stage in mine[1:]:
+                total += cost_of[stage]
+            known[mine] = total
+        totals.append(known[mine])
+        held = [held_by[stage] for stage in mine]
+        parameters.append((sum(part[0] for part in held), sum(part[1] for part in held)))
+    slowest = max(range(len(rows)), key=lambda rank: totals[rank].total_s)
+    others = [cost for rank, cost in enumerate(totals) if rank != slowest]
+    return Layout(
+        stages=stages,
+        rows=tuple(map(tuple, rows)),
+        costs=tuple(totals),
+        parameters=tuple(parameters),
+        slowest=slowest,
+        others=(
+            sum(cost.forward_s for cost in others),
+            sum(cost.input_s for cost in others),
+            sum(cost.weight_s for cost in others),
+        ),
+    )

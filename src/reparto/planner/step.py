@@ -10,8 +10,7 @@ pipeline fills and drains, by schedule (FORMULAS of the zero-bubble and DualPipe
 | gpipe, 1f1b | sum of f + b + w |
 | interleaved | the same / chunks (Narayanan 2021, section 2.2.2) |
 | zb-h1 | sum of f + b - w (Qi 2024, table 1) |
-| zb-v | p (f + b - 2 w) where positive, / 2 |
-| dualpipe-v | half of f + b + w - 3 w (DeepSeek-V3, table 2, B there is b + w) |
+| zb-v, dualpipe-v | half of the sum of f + b - 2 w, where positive |
 
 The closed form takes microseconds and ranks thousands of plans; `simulate` runs the action lists of
 the best and replaces the number.
@@ -22,12 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reparto.config.cluster import Cluster
+from reparto.config.plan import Plan
 from reparto.planner.constants import Constants
-from reparto.planner.cost import Cost, Costs
+from reparto.planner.cost import Costs
 from reparto.planner.job import Job
 from reparto.planner.kernels import Kernels
 from reparto.planner.links import Links
-from reparto.planner.stages import Stage, ranks_of, stage_list
+from reparto.planner.stages import Layout, layout_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,8 @@ class StepTime:
     "whole step"
     compute_s: float
     "kernels of the slowest pipeline rank, recomputation included"
+    slowed_s: float
+    "what compute loses to communication that runs beside it"
     bubble_s: float
     "waiting for the pipeline to fill and drain"
     exposed_s: tuple[tuple[str, float], ...]
@@ -57,38 +59,54 @@ class Predictor:
         self.kernels = Kernels(cluster.accelerator, constants, cluster.measured)
         self.links = Links(cluster, constants)
         self.costs = Costs(self.kernels, self.links, constants)
+        self._layouts: dict[tuple[object, ...], Layout] = {}
 
     def step(self, job: Job) -> StepTime:
         """Closed-form time of one step."""
         plan = job.plan
-        stages = stage_list(job, self.costs)
-        rows = ranks_of(job, stages)
-        stage_costs = _stage_costs(job, stages, self.costs)
-        per_rank = [_sum([stage_costs[index] for index in row]) for row in rows]
-        slowest = max(range(len(rows)), key=lambda rank: per_rank[rank].total_s)
+        layout = self.layout(job)
+        pace = layout.costs[layout.slowest]
         m = plan.num_microbatches
-        busy = per_rank[slowest].times(m)
-        exposed = dict(busy.exposed_s)
+        exposed = {axis: seconds * m for axis, seconds in pace.exposed_s}
         inside = sum(exposed.values())
-        ramp = _ramp(job, per_rank, slowest)
+        busy_s = pace.total_s * m
+        ramp = _ramp(plan, layout.others)
         messages = self._messages_s(job)
         if messages:
             exposed["pipeline"] = messages
-        hidden, data = self._data_s(job, stages, rows, per_rank)
-        for axis, seconds in data.items():
-            exposed[axis] = exposed.get(axis, 0.0) + seconds
-        slowed = (self.constants["contention"] - 1) * min(hidden, busy.total_s)
-        optimizer = self._optimizer_s(job, stages, rows)
+        hidden, data = self._data_s(job, layout)
+        if data:
+            exposed["data"] = data
+        slowed = (self.constants["contention"] - 1) * min(hidden, busy_s)
+        optimizer = self._optimizer_s(job, layout)
         fixed = self.constants["step_ms"] * 1e-3 if self.kernels.tiled else 0.0
-        compute = busy.total_s - inside + slowed
+        compute = busy_s - inside
         return StepTime(
-            step_s=compute + ramp + sum(exposed.values()) + optimizer + fixed,
+            step_s=compute + slowed + ramp + sum(exposed.values()) + optimizer + fixed,
             compute_s=compute,
+            slowed_s=slowed,
             bubble_s=ramp,
             exposed_s=tuple(exposed.items()),
             optimizer_s=optimizer,
             fixed_s=fixed,
         )
+
+    def layout(self, job: Job) -> Layout:
+        """The pipeline's layout, remembered for plans that differ in sharding alone."""
+        plan = job.plan
+        folds = plan.data if job.model.experts else 1
+        key = (
+            job.model, job.software, job.precision, job.sequence_length, job.microbatch_size,
+            plan.tensor, plan.sequence_parallel, plan.context, plan.context_mode, plan.expert,
+            folds, plan.recompute, plan.pipeline, plan.num_chunks,
+            plan.schedule in ("zb-v", "dualpipe-v"), job.stage_layers,
+        )  # fmt: skip
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) > 4096:
+                self._layouts.clear()
+            found = self._layouts[key] = layout_of(job, self.costs)
+        return found
 
     def message_s(self, job: Job) -> float:
         """Seconds of one message between pipeline ranks."""
@@ -107,12 +125,10 @@ class Predictor:
         steady = 2 * plan.num_microbatches * plan.num_chunks * one * left
         return steady + 2 * (plan.pipeline - 1) * one
 
-    def _data_s(
-        self, job: Job, stages: tuple[Stage, ...], rows: list[list[int]], per_rank: list[Cost]
-    ) -> tuple[float, dict[str, float]]:
-        """(hidden seconds, exposed seconds by axis) of reducing gradients and gathering weights."""
+    def _data_s(self, job: Job, layout: Layout) -> tuple[float, float]:
+        """(hidden, exposed) seconds of reducing gradients and gathering weights."""
         plan, software = job.plan, job.software
-        shared, routed = largest_parameters(job, stages, rows)
+        shared, routed = layout.fullest
         m = plan.num_microbatches
         times = m if plan.gradient_sync == "microbatch" else 1
         width = job.element_bytes
@@ -132,10 +148,12 @@ class Predictor:
             if plan.replicas > 1:
                 piece = gradient / max(1, group.size)
                 reduce_s += times * collective("all_reduce", piece, job.group("replicas"))
-            passes = 2 * m if plan.shard == "parameters" else 1
+            # a pipeline's chunk stays gathered from its first action to its last
+            each_time = plan.shard == "parameters" and plan.pipeline == 1
+            passes = 2 * m if each_time else 1
             gather_s += passes * collective("all_gather", elements * width, group)
-        window = min(rank.input_s + rank.weight_s for rank in per_rank)
-        forward = min(rank.forward_s for rank in per_rank)
+        pace = layout.costs[-1 if layout.slowest == 0 else 0]
+        window, forward = pace.input_s + pace.weight_s, pace.forward_s
         if plan.shard == "parameters":
             window, forward = (window + forward) * m, 0.0
             reduce_s, gather_s = reduce_s + gather_s, 0.0
@@ -144,7 +162,7 @@ class Predictor:
         exposed = self._left(reduce_s, window, software.overlap_data) + self._left(
             gather_s, forward, software.overlap_data
         )
-        return reduce_s + gather_s - exposed, {"data": exposed} if exposed else {}
+        return reduce_s + gather_s - exposed, exposed
 
     def _left(self, seconds: float, window: float, overlaps: bool) -> float:
         """What stays exposed of a communication that may run beside `window` of compute."""
@@ -153,10 +171,10 @@ class Predictor:
         share = self.constants["overlap"]
         return max(seconds * (1 - share), seconds - window)
 
-    def _optimizer_s(self, job: Job, stages: tuple[Stage, ...], rows: list[list[int]]) -> float:
+    def _optimizer_s(self, job: Job, layout: Layout) -> float:
         """Adam reads and writes master, moments and gradient: 30 bytes an element it owns, and
         the norm, scaling and clearing pass 12 bytes over every gradient that is held."""
-        shared, routed = largest_parameters(job, stages, rows)
+        shared, routed = layout.fullest
         held = shared + routed
         owned = held
         if job.plan.shard != "none":
@@ -166,54 +184,12 @@ class Predictor:
         return self.kernels.pass_s(30 * owned + 12 * held)
 
 
-def largest_parameters(
-    job: Job, stages: tuple[Stage, ...], rows: list[list[int]]
-) -> tuple[float, float]:
-    """(shared, routed) elements on the pipeline rank that holds most."""
-    plan = job.plan
-    best = (0.0, 0.0)
-    for row in rows:
-        held = [
-            stages[index].parameters(job.model, tensor=plan.tensor, expert=plan.expert)
-            for index in row
-        ]
-        total = (sum(part[0] for part in held), sum(part[1] for part in held))
-        if sum(total) > sum(best):
-            best = total
-    return best
-
-
-def _stage_costs(job: Job, stages: tuple[Stage, ...], costs: Costs) -> list[Cost]:
-    known: dict[Stage, Cost] = {}
-    for stage in stages:
-        if stage not in known:
-            known[stage] = stage.cost(job, costs)
-    return [known[stage] for stage in stages]
-
-
-def _sum(parts: list[Cost]) -> Cost:
-    if len(parts) == 1:
-        return parts[0]
-    total = Cost()
-    for part in parts:
-        total += part
-    return total
-
-
-def _ramp(job: Job, per_rank: list[Cost], slowest: int) -> float:
-    plan = job.plan
-    others = [cost for rank, cost in enumerate(per_rank) if rank != slowest]
-    if not others:
-        return 0.0
-    f = sum(cost.forward_s for cost in others)
-    b = sum(cost.input_s for cost in others)
-    w = sum(cost.weight_s for cost in others)
+def _ramp(plan: Plan, others: tuple[float, float, float]) -> float:
+    f, b, w = others
     if plan.schedule == "interleaved":
         return (f + b + w) / plan.num_chunks
     if plan.schedule == "zb-h1":
         return max(f + b - w, 0.0)
-    if plan.schedule == "zb-v":
-        return max(f + b - 2 * w, 0.0) / 2
-    if plan.schedule == "dualpipe-v":
+    if plan.schedule in ("zb-v", "dualpipe-v"):
         return max(f + b - 2 * w, 0.0) / 2
     return f + b + w
