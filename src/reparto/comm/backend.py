@@ -41,6 +41,10 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
+    def check(self, keys: list[str]) -> bool: ...
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
 
 class Transport(Protocol):
     """The operations of one group. Ranks are positions within the group."""
@@ -78,6 +82,19 @@ class Done:
         return None
 
 
+class Broken:
+    """Work that failed when it was issued: gloo tells of a dead peer then, for single messages.
+
+    The error is kept for `wait`, which is where whoever uses the work hears of lost peers.
+    """
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
 class _Then:
     """Work with something left to do on the host when it has arrived."""
 
@@ -106,7 +123,7 @@ class _All:
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -146,11 +163,11 @@ class TorchTransport:
             return _Plain(_issued(_ALL_GATHER(out, piece, group=self._group, async_op=True)))
         places = out.view(self.size, -1)
         source = piece.reshape(-1)
-        works: list[dist.Work] = []
+        works: list[Work] = []
         for distance in range(1, self.size):  # a different partner for every rank at each distance
             to, origin = (self.index + distance) % self.size, (self.index - distance) % self.size
-            works.append(_issued(dist.isend(source, self._ranks[to], self._group)))
-            works.append(_issued(dist.irecv(places[origin], self._ranks[origin], self._group)))
+            works.append(self.send(source, to=to))
+            works.append(self.recv(places[origin], source=origin))
         mine = places[self.index]
         if mine.data_ptr() != source.data_ptr():
             mine.copy_(source)
@@ -188,10 +205,16 @@ class TorchTransport:
         )
 
     def send(self, tensor: Tensor, *, to: int) -> Work:
-        return _Plain(_issued(dist.isend(tensor, self._ranks[to], self._group)))
+        try:
+            return _Plain(_issued(dist.isend(tensor, self._ranks[to], self._group)))
+        except RuntimeError as error:
+            return Broken(error)
 
     def recv(self, tensor: Tensor, *, source: int) -> Work:
-        return _Plain(_issued(dist.irecv(tensor, self._ranks[source], self._group)))
+        try:
+            return _Plain(_issued(dist.irecv(tensor, self._ranks[source], self._group)))
+        except RuntimeError as error:
+            return Broken(error)
 
     def barrier(self) -> Work:
         # a one-element sum: gloo's own barrier has no asynchronous form with a usable time-out
@@ -207,12 +230,14 @@ def start_process_group(
     *, backend: str, rank: int, world_size: int, store: Store, timeout_s: float
 ) -> None:
     """Join the job's process group over a store that already exists."""
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)  # its own is five minutes, also for members that never come
     dist.init_process_group(
         backend,
         store=store,  # type: ignore[arg-type]
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
 
 

@@ -31,7 +31,7 @@ from reparto.trace import Collective, Kind, Ring
 class Check(Protocol):
     """Called before a collective is issued; raises `Fault` if the ranks do not agree on it."""
 
-    def __call__(self, group: str, index: int, size: int, signature: str) -> None: ...
+    def __call__(self, group: str, ranks: tuple[int, ...], index: int, signature: str) -> None: ...
 
 
 class Handle:
@@ -93,7 +93,7 @@ class Communicator:
         "nanoseconds the host has waited for this group, since the start"
         self._transport = transport
         self._check = check
-        self._digests: dict[tuple[int, str, int, torch.dtype], int] = {}
+        self._digests: dict[tuple[int, str, tuple[int | str, ...], torch.dtype], int] = {}
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -136,7 +136,8 @@ class Communicator:
             out.copy_(source)
             return _DONE
         larger = out if out.numel() >= source.numel() else source
-        sequence = self._start(Collective.ALL_TO_ALL, larger, tag)
+        even = out_sizes is None and in_sizes is None
+        sequence = self._start(Collective.ALL_TO_ALL, larger, tag, even=even)
         even_out = out_sizes or [out.shape[0] // self.size] * self.size
         even_in = in_sizes or [source.shape[0] // self.size] * self.size
         work = self._transport.all_to_all(out, source, even_out, even_in)
@@ -189,21 +190,24 @@ class Communicator:
 
     # -- records -------------------------------------------------------------------------------
 
-    def _start(self, op: Collective, tensor: Tensor | None, tag: str) -> int:
+    def _start(self, op: Collective, tensor: Tensor | None, tag: str, *, even: bool = True) -> int:
+        """Write the record. Members of an uneven exchange differ in their rows, and only there."""
         assert self._transport is not None
         numel = tensor.numel() if tensor is not None else 0
         dtype = tensor.dtype if tensor is not None else torch.float32
-        key = (op, tag, numel, dtype)
+        shape: tuple[int | str, ...] = tuple(tensor.shape) if tensor is not None else ()
+        if not even:
+            shape = ("uneven", *shape[1:])
+        key = (op, tag, shape, dtype)
         digest = self._digests.get(key)
         point_to_point = op in (Collective.SEND, Collective.RECV)
         if digest is None:
-            text = f"{op.name} {self.name} {numel} {dtype} {tag}"
+            text = f"{op.name} {self.name} {shape} {dtype} {tag}"
             digest = 0 if point_to_point else zlib.crc32(text.encode()) or 1
             self._digests[key] = digest
         if self._check is not None and not point_to_point:
-            shape = tuple(tensor.shape) if tensor is not None else ()
             signature = f"{op.name.lower()} `{tag}` {shape} {str(dtype).removeprefix('torch.')}"
-            self._check(f"{self.name}:{self.ranks[0]}", self.index, self.size, signature)
+            self._check(self.name, self.ranks, self.index, signature)
         return self.ring.start(
             Kind.COLLECTIVE,
             tag,
