@@ -32,6 +32,7 @@ class Watcher:
     def __init__(self, path: Path, *, total: int, done: int, out: Console) -> None:
         self._path = path
         self._at = path.stat().st_size if path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else 0
         self._rest = b""
         self._rows: list[Mapping[str, object]] = []
         self._out = out
@@ -63,8 +64,14 @@ class Watcher:
 
     def poll(self) -> None:
         """Take in new rows."""
-        if not self._path.exists():
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
             return
+        if (status.st_ino, status.st_size >= self._at) != (self._inode, True):
+            # replaced: a resume has dropped the rows that will be made again
+            self._inode, self._at, self._rest = status.st_ino, 0, b""
+            self._rows.clear()
         with open(self._path, "rb") as file:
             file.seek(self._at)
             data = self._rest + file.read()
