@@ -69,7 +69,7 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_cancel() -> None:
         ([], "6 of 6 elements are in no piece"),
         ([Rectangle(start=(0, 0), size=(2, 2))], "2 of 6 elements are in no piece"),
         ([Rectangle(start=(0, 1), size=(2, 3))], "does not lie inside shape [2, 3]"),
-        ([Rectangle(start=(0,), size=(2,))], "has 1 dims, the tensor 2"),
+        ([Rectangle(start=(0,), size=(2,))], "other dims than the tensor, which has 2"),
         ([Rectangle(start=(0, 0), size=(2, 0))], "does not lie inside"),
     ],
 )
@@ -78,6 +78,6 @@ def test_says_why(boxes: list[Rectangle], words: str) -> None:
     assert words in why_not_tiled((2, 3), boxes)
 
 
-def test_a_hundred_thousand_pieces_are_checked_in_linear_time() -> None:
-    boxes = [Rectangle(start=(0, at), size=(7, 1)) for at in range(100_000)]
-    assert tiles((7, 100_000), boxes)
+def test_thirty_thousand_pieces_are_checked_in_linear_time() -> None:
+    boxes = [Rectangle(start=(0, at), size=(7, 1)) for at in range(30_000)]
+    assert tiles((7, 30_000), boxes)

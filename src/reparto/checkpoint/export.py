@@ -211,7 +211,7 @@ class HuggingFaceFolder:
         """A rectangle of a tensor, as `dtype`."""
         block, file = self._block(name), self._file_of[name]
         out = torch.empty(box.size, dtype=getattr(torch, block.dtype))
-        descriptor = open_plain(self.path / file)
+        descriptor = _open_foreign(self.path / file)
         try:
             read_box(descriptor, self._headers[file], block, box, out, where=self.path / file)
         finally:
@@ -243,7 +243,7 @@ class HuggingFaceFolder:
         )
 
     def _read_header(self, name: str) -> Header:
-        descriptor = open_plain(self.path / name)
+        descriptor = _open_foreign(self.path / name)
         try:
             return read_header(descriptor, where=self.path / name)
         finally:
@@ -288,7 +288,7 @@ def import_huggingface(
         cut=cut or by_rows(1), parent=None,
         state={"updates": 0, "position": 0, "imported": {
             "files": list(source.files),
-            "config_sha256": layout.digest(read_small(source.path / CONFIG, _MAX_JSON_BYTES)),
+            "config_sha256": layout.digest(_json_text(source.path / CONFIG)),
         }},
     )  # fmt: skip
 
@@ -343,9 +343,26 @@ def _zero_reader(dtype: str) -> Callable[[Rectangle], Tensor]:
     return lambda box: torch.zeros(box.size, dtype=getattr(torch, dtype))
 
 
+def _open_foreign(path: Path) -> int:
+    """A plain file of anybody's. The hub's cache holds links, so for these the way out is said."""
+    if path.is_symlink():
+        raise UserError(
+            "is a link, and links are not followed",
+            where=str(path),
+            legal="plain files",
+            nearest=f"cp -rL {path.parent} COPY, and import COPY",
+        )
+    return open_plain(path, foreign=True)
+
+
 def _read_json(path: Path) -> dict[str, JsonValue]:
     """A JSON object out of a foreign folder; one key once, limits on size and depth."""
-    value = layout.parse_foreign(read_small(path, _MAX_JSON_BYTES), where=path)
+    value = layout.parse_foreign(_json_text(path), where=path)
     if not isinstance(value, dict):
         raise Damaged(path, "is not a JSON object")
     return value
+
+
+def _json_text(path: Path) -> bytes:
+    os.close(_open_foreign(path))
+    return read_small(path, _MAX_JSON_BYTES, foreign=True)

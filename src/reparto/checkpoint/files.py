@@ -167,8 +167,11 @@ def refuse_foreign_folder(path: Path) -> None:
     _refuse_others(path, status)
 
 
-def open_plain(path: Path) -> int:
-    """Open a plain file for reading; `Damaged` if it is anything else, or not ours alone."""
+def open_plain(path: Path, *, foreign: bool = False) -> int:
+    """Open a plain file for reading; `Damaged` if it is anything else, or not ours alone.
+
+    foreign  accept the file of another user, for what nobody takes as proven
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         before = os.lstat(path)
@@ -182,16 +185,17 @@ def open_plain(path: Path) -> int:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(path, f"is {_kind(status.st_mode)}, not a file")
-        _refuse_others(path, status)
+        if not foreign:
+            _refuse_others(path, status)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_small(path: Path, limit: int, *, foreign: bool = False) -> bytes:
     """The bytes of a plain file; `Damaged` if it has more than `limit`."""
-    descriptor = open_plain(path)
+    descriptor = open_plain(path, foreign=foreign)
     try:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -207,14 +211,14 @@ def read_small(path: Path, limit: int) -> bytes:
         os.close(descriptor)
 
 
-def digest_file(descriptor: int) -> FileEntry:
-    """SHA-256 and length of an open file."""
+def digest_file(descriptor: int, size: int) -> str:
+    """SHA-256 of the first `size` bytes of an open file, hex; fewer if it is shorter."""
     sha256, at = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    while count := os.preadv(descriptor, [buffer], at):
+    while count := os.preadv(descriptor, [buffer[: size - at]], at):
         sha256.update(buffer[:count])
         at += count
-    return FileEntry(sha256=sha256.hexdigest(), bytes=at)
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +241,14 @@ class Identity:
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
+
+
+def identities(folder: Path) -> dict[str, Identity]:
+    """Of all entries of a folder; empty if there is no such folder."""
+    try:
+        return {name: Identity.of(folder / name) for name in sorted(os.listdir(folder))}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def _refuse_others(path: Path, status: os.stat_result) -> None:

@@ -155,13 +155,17 @@ class Checkpoint:
             return f"{name} {error.faults[0]}"
         try:
             before = Identity.of(descriptor)
-            expected, found = self.manifest.files[name], digest_file(descriptor)
-            if found.bytes != expected.bytes:
-                return f"{name} has {found.bytes} bytes, not {expected.bytes}"
-            if found.sha256 != expected.sha256:
+            expected = self.manifest.files[name]
+            if before.size != expected.bytes:
+                return (
+                    f"{name} has {before.size} bytes, not {expected.bytes}"
+                    f"{self._other_step(descriptor)}"
+                )
+            found = digest_file(descriptor, before.size)
+            if found != expected.sha256:
                 return (
                     f"{name} has been changed{self._other_step(descriptor)}: digest "
-                    f"{found.sha256[:16]}..., expected {expected.sha256[:16]}..."
+                    f"{found[:16]}..., expected {expected.sha256[:16]}..."
                 )
             if Identity.of(descriptor) != before:
                 return f"{name} changes while it is read"
@@ -181,7 +185,7 @@ class Checkpoint:
         run, step = written.get("run", ""), written.get("step", "")
         if (run, step) == (self.manifest.run, str(self.manifest.step)):
             return ""
-        return f" (it says step {step[:20]!r} of run {run[:40]!r})"
+        return f" (it says step {step[:20]!a} of run {run[:40]!a})"
 
     def _open(self, name: str) -> int:
         """Descriptor of a proven file; proves it first if nobody has."""

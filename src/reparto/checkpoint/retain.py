@@ -6,9 +6,9 @@ checkpoints that have been proven by digest, and it deletes only folders whose s
 that they belong to this run. Damaged ones and those of other runs stay, and are named. Order is by
 step as a number, never by text or time.
 
-Proof costs a reading of the whole checkpoint, so it is done once: a file whose identity (inode,
-size, times) is that of a proven file is taken as proven. Bits that rot on a disk without a write
-are what `checkpoint check` is for.
+Proof costs a reading of the whole checkpoint, so it is done once: a folder whose files all have the
+identity (inode, size, times) that they had then is taken as proven. Bits that rot on a disk without
+a write are what `checkpoint check` is for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from reparto.checkpoint.files import (
     Identity,
     StepFolder,
     folder_name,
+    identities,
     remove_folder,
     step_folders,
     sync_folder,
 )
 from reparto.checkpoint.layout import Damaged
-from reparto.checkpoint.load import Checkpoint, candidates, open_checkpoint
+from reparto.checkpoint.load import candidates, open_checkpoint
 from reparto.errors import RepartoError
 
 
@@ -65,26 +66,24 @@ class Retention:
         return tuple(deleted), tuple(notes)
 
     def _apply(self, step: int, deleted: list[str], notes: list[str]) -> None:
-        new = open_checkpoint(self._root / folder_name(step), self._key)
-        self._proven[new.path.name] = self._sizes_hold(new)
-        kept = 1
         folders = step_folders(self._root)
+        new = self._root / folder_name(step)
+        self._read_back(new)
+        kept = 1
         for folder in candidates(folders):
-            if folder.path == new.path:
+            if folder.path == new:
                 continue
             try:
-                old = open_checkpoint(folder.path, self._key)
-                if old.manifest.run != self._run:
-                    notes.append(f"{folder.path.name} is of run {old.manifest.run}; left alone")
-                    continue
-                if kept < self._keep:
-                    self._prove(old)
-                    kept += 1
-                    continue
+                other = self._prove(folder.path, deeply=kept < self._keep)
             except RepartoError as error:
                 notes.append(f"{folder.path.name} does not hold, left alone: {error}")
                 continue
-            self._delete(folder, deleted)
+            if other:
+                notes.append(f"{folder.path.name} is of run {other}, left alone")
+            elif kept < self._keep:
+                kept += 1
+            else:
+                self._delete(folder, deleted)
         for folder in folders:  # leftovers of saves and deletions that were cut off
             if folder.kind in ("tmp", "removed"):
                 self._delete(folder, deleted)
@@ -95,23 +94,34 @@ class Retention:
         except RepartoError:
             return False  # whatever it is, it will not be loaded, and is not ours to move
 
-    def _sizes_hold(self, new: Checkpoint) -> dict[str, Identity]:
-        """Identities of the files just written; `Damaged` if one is missing or cut short."""
-        found = {name: Identity.of(new.path / name) for name in new.manifest.files}
-        for name, entry in new.manifest.files.items():
-            if found[name].size != entry.bytes:
-                raise Damaged(new.path, f"{name} has {found[name].size} bytes, not {entry.bytes}")
-        return found
+    def _read_back(self, path: Path) -> None:
+        """`Damaged` unless the new one can be opened where it is, its files all of their length.
 
-    def _prove(self, old: Checkpoint) -> None:
-        """`Damaged` unless every file is proven, now or earlier and untouched since."""
-        try:
-            now = {name: Identity.of(old.path / name) for name in old.manifest.files}
-        except FileNotFoundError:
-            now = {}
-        if not now or self._proven.get(old.path.name) != now:
+        Its digests were made from the bytes while they were written; reading them back now would
+        only read the same memory again.
+        """
+        new = open_checkpoint(path, self._key)
+        now = identities(path)
+        for name, entry in new.manifest.files.items():
+            if name not in now or now[name].size != entry.bytes:
+                raise Damaged(path, f"{name} has not the {entry.bytes} bytes that were written")
+        self._proven[path.name] = now
+
+    def _prove(self, path: Path, *, deeply: bool) -> str:
+        """Empty for a checkpoint of this run, else the other run's name. `Damaged` if not whole.
+
+        deeply   by the digest of every file; one that is to be deleted need only be ours
+        """
+        now = identities(path)
+        if self._proven.get(path.name) == now:
+            return ""
+        old = open_checkpoint(path, self._key)
+        if old.manifest.run != self._run:
+            return old.manifest.run
+        if deeply:
             old.verify()
-            self._proven[old.path.name] = now
+            self._proven[path.name] = now
+        return ""
 
     def _delete(self, folder: StepFolder, deleted: list[str]) -> None:
         """Rename first, so that a deletion that is cut off never looks like a damaged one."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from reparto.partition.tensors import Rectangle
 
@@ -23,23 +22,30 @@ from reparto.partition.tensors import Rectangle
 _PAIRS_FOR_MESSAGE = 200_000
 
 
-def tiles(shape: tuple[int, ...], boxes: Iterable[Rectangle]) -> bool:
+def tiles(shape: tuple[int, ...], boxes: Sequence[Rectangle]) -> bool:
     """Whether `boxes` cover every element of a tensor of `shape` exactly once."""
-    jumps = _corners(Rectangle.whole(shape))
+    whole = Rectangle.whole(shape)
+    if len(boxes) == 1:
+        return boxes[0] == whole
+    jumps: dict[tuple[int, ...], int] = {}
+    _add_corners(jumps, whole, 1)
     for box in boxes:
         if len(box.start) != len(shape) or len(box.size) != len(shape):
             return False
-        jumps.subtract(_corners(box))
+        _add_corners(jumps, box, -1)
     return not any(jumps.values())
 
 
-def _corners(box: Rectangle) -> Counter[tuple[int, ...]]:
-    found: Counter[tuple[int, ...]] = Counter()
-    for choice in itertools.product((0, 1), repeat=len(box.size)):
-        edges = zip(box.start, box.stop, choice, strict=True)
-        corner = tuple(stop if chosen else start for start, stop, chosen in edges)
-        found[corner] += -1 if sum(choice) % 2 else 1
-    return found
+def _add_corners(jumps: dict[tuple[int, ...], int], box: Rectangle, weight: int) -> None:
+    corners: list[tuple[tuple[int, ...], int]] = [((), weight)]
+    for start, size in zip(box.start, box.size, strict=True):
+        corners = [
+            ((*corner, edge), sign * side)
+            for corner, sign in corners
+            for edge, side in ((start, 1), (start + size, -1))
+        ]
+    for corner, sign in corners:
+        jumps[corner] = jumps.get(corner, 0) + sign
 
 
 def why_not_tiled(shape: tuple[int, ...], boxes: Sequence[Rectangle]) -> str:
