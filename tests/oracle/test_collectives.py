@@ -448,9 +448,19 @@ def test_sums_are_of_all_ranks_and_the_norm_is_their_root(run: Run) -> None:
     assert run("word", changes=said) == [expected] * 4
 
 
-def test_L20_norms_of_3_and_4_are_5_for_all(run: Run) -> None:
-    said = {"0": {"squares": 9.0}, "1": {"squares": 16.0}}
-    assert [one["norm"] for one in run("word", changes=said)] == [5.0] * 4  # type: ignore[index]
+@pytest.mark.parametrize(
+    ("squares", "norm"),
+    [
+        pytest.param([9.0, 16.0, 0.0, 0.0], 5.0, id="L20: stages with norms 3 and 4"),
+        pytest.param([20.0, 100.0, 0.0, 0.0], 120.0**0.5, id="L22: experts, two ranks idle"),
+        pytest.param([0.0, 0.0, 120.0, 0.0], 120.0**0.5, id="L22: the same experts elsewhere"),
+    ],
+)
+def test_the_norm_is_one_for_all_wherever_its_parts_lie(
+    run: Run, squares: list[float], norm: float
+) -> None:
+    said = {str(rank): {"squares": part} for rank, part in enumerate(squares)}
+    assert [one["norm"] for one in run("word", changes=said)] == [norm] * 4  # type: ignore[index]
 
 
 def test_L45_L46_one_decision_for_all_whoever_asked_for_it(run: Run) -> None:
