@@ -27,7 +27,7 @@ count a plan fits below 97 % of what the device shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reparto.planner.constants import shipped
@@ -49,10 +49,8 @@ class RankMemory:
     "position on the pipeline axis"
     items: tuple[tuple[str, float], ...]
     "what is held, largest first"
-
-    @property
-    def total_bytes(self) -> float:
-        return sum(size for _, size in self.items)
+    total_bytes: float
+    "their sum"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +59,13 @@ class Memory:
 
     ranks: tuple[RankMemory, ...]
     "one for each pipeline position"
+    fullest: RankMemory
+    "the one that holds most"
 
     @property
     def peak_bytes(self) -> float:
-        return max(rank.total_bytes for rank in self.ranks)
-
-    @property
-    def fullest(self) -> RankMemory:
-        return max(self.ranks, key=lambda rank: rank.total_bytes)
+        """Bytes of the fullest rank."""
+        return self.fullest.total_bytes
 
 
 def reserved_bytes(allocated: float) -> float:
@@ -98,9 +95,17 @@ def memory_of(job: Job, predictor: Predictor | None = None) -> Memory:
     if job.plan.recompute == "full":
         moe = bool(job.model.experts)
         again = layer_activation_bytes(job, moe=moe, recompute="none")
-    return Memory(
-        ranks=tuple(_rank(job, layout, rank, per_layer, again) for rank in range(len(layout.rows)))
-    )
+    known: dict[tuple[object, ...], RankMemory] = {}
+    ranks: list[RankMemory] = []
+    for rank, row in enumerate(layout.rows):
+        # ranks that hold and keep the same have the same bytes: most of a long pipeline
+        kinds = tuple(layout.stages[index] for index in row)
+        key = (kinds, live_microbatches(job, rank))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _rank(job, layout, rank, per_layer, again)
+        ranks.append(found if found.pipeline_stage == rank else replace(found, pipeline_stage=rank))
+    return Memory(ranks=tuple(ranks), fullest=max(ranks, key=lambda one: one.total_bytes))
 
 
 def first_rank_bytes(job: Job, layout: Layout) -> float:
@@ -128,7 +133,11 @@ def _rank(
         logits *= job.software.loss_bytes
     items["logits" if logits >= again else "layer made again"] = max(logits, again)
     ordered = sorted(items.items(), key=lambda item: -item[1])
-    return RankMemory(pipeline_stage=rank, items=tuple((k, v) for k, v in ordered if v > 0))
+    return RankMemory(
+        pipeline_stage=rank,
+        items=tuple((name, size) for name, size in ordered if size > 0),
+        total_bytes=sum(items.values()),
+    )
 
 
 def live_microbatches(job: Job, rank: int) -> float:

@@ -25,8 +25,7 @@ from statistics import fmean
 from reparto.planner.job import Job
 from reparto.planner.stages import stage_list
 from reparto.planner.step import Predictor, StepTime
-from reparto.schedule.actions import COMPUTE_OPS, Schedule
-from reparto.schedule.generate import generate
+from reparto.schedule.actions import COMPUTE_OPS
 from reparto.schedule.timing import Timeline, simulate
 
 
@@ -82,7 +81,7 @@ def simulate_step(
     closed = closed or predictor.step(job)
     stages = stage_list(job, predictor.costs)
     costs = [stage.cost(job, predictor.costs) for stage in stages]
-    schedule = schedule_of(job)
+    schedule = predictor.lowered(job)
     if speeds:
         owners = schedule.owners
         costs = [cost.times(speeds[owners[index]]) for index, cost in enumerate(costs)]
@@ -105,11 +104,11 @@ def simulate_step(
 def steady_step_s(job: Job, predictor: Predictor, *, closed: StepTime) -> float:
     """Seconds of a step from a simulation of a few microbatches, continued at the steady pace.
 
-    Beyond about three rounds of the pipeline every further microbatch adds the slowest rank's
-    work, so 3 p of them tell the ramp and the rest is a product. Keeps large plans under 0.2 s.
+    Beyond two or three rounds of the pipeline every further microbatch adds the slowest rank's
+    work, so 2 p or 3 p of them tell the ramp and the rest is a product.
     """
     plan = job.plan
-    few = 3 * plan.pipeline
+    few = (3 if plan.pipeline <= 8 else 2) * plan.pipeline
     if plan.num_microbatches <= few:
         return simulate_step(job, predictor, closed=closed).step_s
     short = replace(
@@ -121,17 +120,6 @@ def steady_step_s(job: Job, predictor: Predictor, *, closed: StepTime) -> float:
     pace = max(simulated.timeline.busy_s) / few
     rest = closed.step_s - closed.compute_s - closed.bubble_s - _inside(closed)
     return simulated.pipeline_s + (plan.num_microbatches - few) * pace + max(rest, 0.0)
-
-
-def schedule_of(job: Job) -> Schedule:
-    """The action lists of the plan."""
-    plan = job.plan
-    return generate(
-        plan.schedule,
-        pipeline=plan.pipeline,
-        chunks=plan.num_chunks if plan.pipeline > 1 else 1,
-        num_microbatches=plan.num_microbatches,
-    )
 
 
 def _inside(closed: StepTime) -> float:
@@ -175,7 +163,7 @@ def bubble_rate(job: Job, predictor: Predictor) -> float:
     """
     costs = [stage.cost(job, predictor.costs) for stage in stage_list(job, predictor.costs)]
     timeline = simulate(
-        schedule_of(job),
+        predictor.lowered(job),
         forward_s=fmean(cost.forward_s for cost in costs),
         backward_s=fmean(cost.input_s for cost in costs),
         weight_s=fmean(cost.weight_s for cost in costs),

@@ -28,6 +28,9 @@ from reparto.planner.job import Job
 from reparto.planner.kernels import Kernels
 from reparto.planner.links import Links
 from reparto.planner.stages import Layout, layout_of
+from reparto.schedule.actions import Schedule
+from reparto.schedule.generate import generate
+from reparto.schedule.lower import lower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,7 @@ class Predictor:
         self.kernels = Kernels(cluster.accelerator, constants, cluster.measured)
         self.links = Links(cluster, constants)
         self.costs = Costs(self.kernels, self.links, constants)
+        self._schedules: dict[tuple[str, int, int, int], Schedule] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
     def step(self, job: Job) -> StepTime:
@@ -106,6 +110,22 @@ class Predictor:
             if len(self._layouts) > 4096:
                 self._layouts.clear()
             found = self._layouts[key] = layout_of(job, self.costs)
+        return found
+
+    def lowered(self, job: Job) -> Schedule:
+        """The plan's action lists, messages included, remembered by schedule and sizes."""
+        plan = job.plan
+        chunks = plan.num_chunks if plan.pipeline > 1 else 1
+        key = (plan.schedule, plan.pipeline, chunks, plan.num_microbatches)
+        found = self._schedules.get(key)
+        if found is None:
+            made = generate(
+                plan.schedule,
+                pipeline=plan.pipeline,
+                chunks=chunks,
+                num_microbatches=plan.num_microbatches,
+            )
+            found = self._schedules[key] = lower(made)
         return found
 
     def message_s(self, job: Job) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from reparto.planner.calibrate import Linear, fit, linearise, predict_s
 from reparto.planner.constants import Constants, read_constants, shipped
+from reparto.planner.interval import interval
 from reparto.planner.job import Software
 from reparto.planner.memory import fits, memory_of, reserved_bytes
 from reparto.planner.model_spec import ModelSpec
@@ -281,8 +282,6 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _coverage(runs: Sequence[Run], seconds: Sequence[float]) -> dict[str, float]:
     """How often the measured time lies in the interval that says it holds four times in five."""
-    from reparto.planner.interval import interval
-
     inside: dict[str, list[float]] = defaultdict(list)
     for run, predicted in zip(runs, seconds, strict=True):
         low, high = interval(run.job, predicted)

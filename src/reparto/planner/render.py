@@ -1,0 +1,165 @@
+"""Looks: the table of plans, a memory bar for each pipeline stage, the timeline as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from rich.table import Table
+from rich.text import Text
+
+from reparto.planner.job import Job
+from reparto.planner.memory import Memory, reserved_bytes, usable_bytes
+from reparto.planner.search import PlanSearch, Ranked, describe
+from reparto.planner.simulate import simulate_step
+from reparto.planner.step import Predictor
+from reparto.schedule.svg import Language, draw_svg
+from reparto.units import human_bytes, human_seconds
+
+#: one colour for each kind of bytes, the same in every bar
+COLOURS = {
+    "weights": "blue",
+    "gathered weights": "cyan",
+    "gradients": "green",
+    "optimizer": "yellow",
+    "activations": "magenta",
+    "logits": "red",
+    "layer made again": "bright_black",
+}
+#: plans that the table shows
+SHOWN = 8
+
+
+def plan_table(search: PlanSearch) -> Table:
+    """The best plans, the naive one, and how they compare."""
+    best = search.best.step_s
+    table = Table(
+        title=f"{search.best.job.model.name} on {search.best.job.cluster.name}, by {search.objective}",
+        caption=f"{search.searched} plans decided, {search.evaluated} timed, "
+        f"{search.seconds:.1f} s; intervals hold four times in five",
+    )
+    for name in ("plan", "step", "interval", "tokens/s", "MFU", "memory", "bubble", "exposed"):
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    for entry in search.ranked[:SHOWN]:
+        table.add_row(*_cells(entry))
+    table.add_section()
+    table.add_row(*_cells(search.naive, best), style="" if search.naive.fits else "dim")
+    return table
+
+
+def _cells(entry: Ranked, best: float | None = None) -> list[str]:
+    values = describe(entry)
+    interval = values["step_s_interval"]
+    exposed = values["exposed_share"]
+    assert isinstance(interval, list) and isinstance(exposed, Mapping)
+    name = entry.job.plan.text
+    if best is not None:
+        name = f"naive: {name}"
+        name += f" ({entry.step_s / best:.2f} x)" if entry.fits else " (does not fit)"
+    return [
+        name,
+        human_seconds(entry.step_s),
+        f"{human_seconds(interval[0])} to {human_seconds(interval[1])}",
+        f"{values['tokens_per_s']:,.0f}",
+        f"{100 * _number(values['mfu']):.1f} %",
+        human_bytes(entry.memory.peak_bytes),
+        f"{100 * _number(values['bubble_share']):.1f} %",
+        f"{100 * sum(exposed.values()):.1f} %",
+    ]
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def rejected_table(search: PlanSearch, rows: int = 12) -> Table:
+    """Why the others fell."""
+    table = Table(title="why the others fell")
+    table.add_column("plans", justify="right")
+    table.add_column("for instance")
+    table.add_column("reason")
+    for entry in search.rejected[:rows]:
+        table.add_row(str(entry.plans or ""), entry.plan, entry.reason)
+    return table
+
+
+def memory_bars(job: Job, memory: Memory, width: int = 56) -> list[Text]:
+    """One bar for each pipeline position; the mark is what the device can give."""
+    usable = usable_bytes(job)
+    whole = max(usable, reserved_bytes(memory.peak_bytes))
+    lines: list[Text] = []
+    for rank in memory.ranks:
+        line = Text(f"stage {rank.pipeline_stage:>3} ")
+        drawn = 0
+        total = 0.0
+        for name, size in rank.items:
+            total += size
+            until = round(width * total / whole)
+            line.append("█" * (until - drawn), style=COLOURS.get(name, "white"))
+            drawn = until
+        mark = round(width * usable / whole)
+        line.append("·" * max(0, mark - drawn), style="bright_black")
+        line.append("▏" if drawn <= mark else "")
+        needs = human_bytes(rank.total_bytes)
+        line.append(f" {needs} of {human_bytes(usable)}; most: {rank.items[0][0]}")
+        lines.append(line)
+    return _folded(lines)
+
+
+def _folded(lines: list[Text], most: int = 18) -> list[Text]:
+    """Long pipelines: the first, the last, and those whose bar differs from their neighbour's."""
+    if len(lines) <= most:
+        return lines
+    kept = [0, *(i for i, (a, b) in enumerate(pairwise(lines), 1) if a.plain[10:] != b.plain[10:])]
+    chosen = sorted({*kept[:most], len(lines) - 1})
+    return [lines[index] for index in chosen]
+
+
+def legend() -> Text:
+    """The colours of the bars."""
+    line = Text()
+    for name, colour in COLOURS.items():
+        line.append("█ ", style=colour)
+        line.append(f"{name}  ")
+    return line
+
+
+def timeline_svg(entry: Ranked, predictor: Predictor, *, language: Language = "en") -> str:
+    """The plan's simulated step as an SVG document; few microbatches, or it cannot be read."""
+    job = entry.job
+    few = min(job.plan.num_microbatches, 3 * job.plan.pipeline)
+    short = replace(
+        job,
+        plan=job.plan.model_copy(update={"num_microbatches": few}),
+        batch_size=job.microbatch_size * job.plan.data * few,
+    )
+    return draw_svg(simulate_step(short, predictor).timeline, language=language)
+
+
+def validation_table(found: Mapping[str, object]) -> Table:
+    """The errors of a validation, by source, beside the constant-efficiency baseline."""
+    table = Table(
+        title="error against published runs, mean over rows of |predicted / measured - 1|"
+    )
+    for name in ("source", "rows", "time", "baseline", "left out", "its baseline", "memory"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    by_source = found["by_source"]
+    assert isinstance(by_source, Mapping)
+    for source, views in by_source.items():
+        rows = max(int(view["n"]) for view in views.values())
+        table.add_row(source, str(rows), *(_pct(views.get(view)) for view in
+                      ("time", "baseline", "leave_one_out", "leave_one_out_baseline", "memory")))  # fmt: skip
+    table.add_section()
+    left = found.get("leave_one_out")
+    base = left.get("baseline") if isinstance(left, Mapping) else None
+    table.add_row("all, sources equal", str(found["taken"]), _pct(found["time"]),
+                  _pct(found["baseline"]), _pct(left), _pct(base), _pct(found["memory"]))  # fmt: skip
+    return table
+
+
+def _pct(view: object) -> str:
+    if not isinstance(view, Mapping) or view.get("mean_abs_pct") is None:
+        return "-"
+    return f"{view['mean_abs_pct']:.1f} %"
