@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from reparto.units import human_count, human_seconds
 
 def console() -> Console:
     """stderr, so that stdout stays for the JSON object; long lines are never broken."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    width = None if sys.stderr.isatty() else 140  # a file or pipe has no width of its own
+    return Console(stderr=True, soft_wrap=True, highlight=False, width=width)
 
 
 class _TimeLeft(ProgressColumn):

@@ -122,6 +122,25 @@ def plan(
         list[str] | None, typer.Option("--what-if", help="A change to the question.")
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="With --show: only this rank.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Sequences a step, over all ranks.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Tokens of a sequence.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="time, cost, energy or memory.")
+    ] = "time",
+    forbid: Annotated[
+        list[str] | None, typer.Option("--forbid", help="An axis not to use. Repeatable.")
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, fp32.")] = "bf16",
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", help="Tokens of the whole run, for its cost.")
+    ] = None,
+    svg: Annotated[
+        str | None, typer.Option("--svg", help="Write the best plan's timeline here.")
+    ] = None,
     settings: Settings = None,
     json_out: Json = False,
 ) -> None:
@@ -135,6 +154,13 @@ def plan(
         validate=validate,
         what_if=what_if or [],
         rank=rank,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        objective=objective,
+        forbid=forbid or [],
+        precision=precision,
+        tokens=tokens,
+        svg=svg,
         settings=settings or [],
         json_out=json_out,
     )

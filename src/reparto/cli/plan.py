@@ -1,4 +1,4 @@
-"""`reparto plan`: what one plan puts where, by arithmetic alone; no process is started."""
+"""`reparto plan`: what one plan puts where, or which plan is best, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,49 @@ def plan(
     validate: str | None,
     what_if: Sequence[str],
     rank: int | None,
+    batch_size: int | None,
+    sequence_length: int | None,
+    objective: str,
+    forbid: Sequence[str],
+    precision: str,
+    tokens: float | None,
+    svg: str | None,
     settings: Sequence[str],
     json_out: bool,
 ) -> None:
-    """The verb."""
-    if show is None:
+    """The verb: one of --show, --validate, or a search with --model and --cluster."""
+    asked = [name for name, given in (("--show", show), ("--validate", validate),
+                                      ("--cluster", cluster)) if given]  # fmt: skip
+    if len(asked) != 1:
         raise UserError(
-            "searching for a plan is not built yet",
+            f"{' and '.join(asked)} do not go together" if asked else "nothing was asked",
             where="reparto plan",
-            legal="plan --show data=2,shard=parameters [--model 10m]",
+            legal="--show PLAN, or --validate ROWS.csv, or --model M --cluster C",
+            nearest="plan --model 10m --cluster h100x8",
         )
-    for given, where in ((cluster, "--cluster"), (validate, "--validate"), (what_if, "--what-if")):
-        if given:
-            raise UserError("does not go with --show", where=where)
-    _show(Plan.parse(show, where="--show"), model, rank, settings, json_out)
+    if show is not None:
+        _show(Plan.parse(show, where="--show"), model, rank, settings, json_out)
+        return
+    from reparto.cli.plan_search import search_plans, validate_rows
+
+    if validate is not None:
+        validate_rows(validate, json_out=json_out)
+        return
+    if model is None or cluster is None:
+        raise UserError("is missing", where="--model", legal="a preset, a model name, config.json")
+    search_plans(
+        model=model,
+        cluster=cluster,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        objective=objective,
+        forbid=forbid,
+        precision=precision,
+        what_if=what_if,
+        total_tokens=tokens,
+        svg=Path(svg) if svg else None,
+        json_out=json_out,
+    )
 
 
 def _show(
