@@ -39,6 +39,7 @@ WORDS: Mapping[str, Words] = MappingProxyType(
     {
         "en": MappingProxyType(
             {
+                "point": ".",
                 "rank": "rank {r}",
                 "data": "Data parallelism: {n} ranks, every one with the whole model",
                 "data desc": "Which sequences each rank reads, and when gradients travel",
@@ -78,6 +79,7 @@ WORDS: Mapping[str, Words] = MappingProxyType(
         ),
         "es": MappingProxyType(
             {
+                "point": ",",
                 "rank": "rango {r}",
                 "data": "Paralelismo de datos: {n} rangos, cada uno con el modelo entero",
                 "data desc": "Qué secuencias lee cada rango y cuándo viajan los gradientes",
@@ -454,9 +456,9 @@ def _bars(sheet: Sheet, words: Words, *, model: str, ranks: int, top: float) -> 
             ("other", state.optimizer),
         )
         for colour, size in parts:
-            sheet.rect(x, y, width * size / most, 22, colour, edge="card", tip=human_bytes(size))
+            sheet.rect(x, y, width * size / most, 22, colour, edge="card")
             x += width * size / most
-        sheet.text(x + 8, y + 15, human_bytes(state.total))
+        sheet.text(x + 8, y + 15, human_bytes(state.total).replace(".", words["point"]))
 
 
 def messages_picture(words: Words) -> Sheet:
