@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from checkpoint_worlds import (
+from tests.checkpoint_worlds import (
     KEY,
     RUN,
     all_good,
@@ -24,6 +23,7 @@ from checkpoint_worlds import (
     snapshot,
     steps_in,
 )
+
 from reparto.checkpoint.catalog import check, list_checkpoints
 from reparto.checkpoint.exchange import Exchange
 from reparto.checkpoint.layout import Damaged

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from checkpoint_worlds import (
+from tests.checkpoint_worlds import (
     KEY,
     RUN,
     memory_folder,
@@ -36,6 +35,7 @@ from checkpoint_worlds import (
     snapshot,
     steps_in,
 )
+
 from reparto.checkpoint.exchange import Exchange
 from reparto.checkpoint.files import make_private_folder, write_file
 from reparto.checkpoint.load import Found, find_latest

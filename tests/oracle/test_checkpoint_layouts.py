@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-
-from checkpoint_worlds import (
+from tests.checkpoint_worlds import (
     KEY,
     RUN,
     all_good,
@@ -25,6 +24,7 @@ from checkpoint_worlds import (
     snapshot,
     view,
 )
+
 from reparto.checkpoint.exchange import Exchange
 from reparto.checkpoint.layout import moment_name
 from reparto.checkpoint.load import Found, find_latest, open_checkpoint

@@ -10,8 +10,8 @@ import resource
 from typing import Any
 
 import pytest
+from tests.checkpoint_worlds import KEY
 
-from checkpoint_worlds import KEY
 from reparto.checkpoint.layout import (
     MAX_MANIFEST_BYTES,
     MAX_UNSIGNED_BYTES,

@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.checkpoint_worlds import cut_at_random
 
-from checkpoint_worlds import cut_at_random
 from reparto.checkpoint.tiling import tiles, why_not_tiled
 from reparto.partition.tensors import Rectangle
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from pydantic import JsonValue
 
-from reparto.errors import RepartoError
+from reparto.errors import RepartoError, UserError
 
 #: lays one text of every rank before all ranks, in rank order
 Exchange = Callable[[bytes], list[bytes]]
@@ -38,12 +38,13 @@ def alone(row: bytes) -> list[bytes]:
 class NotAgreed(Exception):
     """At least one rank had an error; raised on all ranks with the same words.
 
-    text    `rank 1: No space left on device (rank-00001.safetensors); rank 3: ...`
-    advice  what to do next
+    text     `rank 1: No space left on device (rank-00001.safetensors); rank 3: ...`
+    advice   what to do next
+    refused  a rank had a `UserError`: what was asked for cannot be, whatever is tried instead
     """
 
-    def __init__(self, text: str, advice: str) -> None:
-        self.text, self.advice = text, advice
+    def __init__(self, text: str, advice: str, *, refused: bool = False) -> None:
+        self.text, self.advice, self.refused = text, advice, refused
         super().__init__(text)
 
 
@@ -60,12 +61,17 @@ def meet(exchange: Exchange, work: Callable[[], Row]) -> list[Row]:
     except (OSError, RepartoError, ValueError, RuntimeError, MemoryError) as error:
         cause = error
         no_space = isinstance(error, OSError) and error.errno in _NO_SPACE
-        row = {"error": explain(error), "advice": SPACE_ADVICE if no_space else _OTHER_ADVICE}
+        row = {
+            "error": explain(error),
+            "advice": SPACE_ADVICE if no_space else _OTHER_ADVICE,
+            "refused": isinstance(error, UserError),
+        }
     rows: list[Row] = [json.loads(text) for text in exchange(json.dumps(row).encode())]
     failed = [(rank, one) for rank, one in enumerate(rows) if "error" in one]
     if failed:
         text = "; ".join(f"rank {rank}: {one['error']}" for rank, one in failed)
-        raise NotAgreed(text, str(failed[0][1]["advice"])) from cause
+        refused = any(one["refused"] is True for _, one in failed)
+        raise NotAgreed(text, str(failed[0][1]["advice"]), refused=refused) from cause
     return rows
 
 

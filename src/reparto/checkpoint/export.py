@@ -211,7 +211,7 @@ class HuggingFaceFolder:
         """A rectangle of a tensor, as `dtype`."""
         block, file = self._block(name), self._file_of[name]
         out = torch.empty(box.size, dtype=getattr(torch, block.dtype))
-        descriptor = _open_foreign(self.path / file)
+        descriptor = open_plain(_refuse_link(self.path / file), foreign=True)
         try:
             read_box(descriptor, self._headers[file], block, box, out, where=self.path / file)
         finally:
@@ -243,7 +243,7 @@ class HuggingFaceFolder:
         )
 
     def _read_header(self, name: str) -> Header:
-        descriptor = _open_foreign(self.path / name)
+        descriptor = open_plain(_refuse_link(self.path / name), foreign=True)
         try:
             return read_header(descriptor, where=self.path / name)
         finally:
@@ -343,8 +343,8 @@ def _zero_reader(dtype: str) -> Callable[[Rectangle], Tensor]:
     return lambda box: torch.zeros(box.size, dtype=getattr(torch, dtype))
 
 
-def _open_foreign(path: Path) -> int:
-    """A plain file of anybody's. The hub's cache holds links, so for these the way out is said."""
+def _refuse_link(path: Path) -> Path:
+    """The path, unless it is a link. The hub's cache holds links, so the way out is said."""
     if path.is_symlink():
         raise UserError(
             "is a link, and links are not followed",
@@ -352,7 +352,11 @@ def _open_foreign(path: Path) -> int:
             legal="plain files",
             nearest=f"cp -rL {path.parent} COPY, and import COPY",
         )
-    return open_plain(path, foreign=True)
+    return path
+
+
+def _json_text(path: Path) -> bytes:
+    return read_small(_refuse_link(path), _MAX_JSON_BYTES, foreign=True)
 
 
 def _read_json(path: Path) -> dict[str, JsonValue]:
@@ -361,8 +365,3 @@ def _read_json(path: Path) -> dict[str, JsonValue]:
     if not isinstance(value, dict):
         raise Damaged(path, "is not a JSON object")
     return value
-
-
-def _json_text(path: Path) -> bytes:
-    os.close(_open_foreign(path))
-    return read_small(path, _MAX_JSON_BYTES, foreign=True)

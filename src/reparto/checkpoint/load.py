@@ -16,6 +16,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -167,6 +168,8 @@ class Checkpoint:
                     f"{name} has been changed{self._other_step(descriptor)}: digest "
                     f"{found[:16]}..., expected {expected.sha256[:16]}..."
                 )
+            if fault := self._header_fault(name, descriptor):
+                return fault
             if Identity.of(descriptor) != before:
                 return f"{name} changes while it is read"
             self._proven[name] = before
@@ -175,6 +178,36 @@ class Checkpoint:
         finally:
             os.close(descriptor)
         return ""
+
+    def _header_fault(self, name: str, descriptor: int) -> str:
+        """Whether a file's own header says what the manifest says of it; empty if so.
+
+        Only the writer can have made them differ, so this finds a fault of ours, or a stranger who
+        has the key. Keeps the header for `read`.
+        """
+        try:
+            header = read_header(descriptor, where=name)
+        except Damaged as error:
+            return str(error)
+        expected = self._listed[name]
+        found = {key: (block.dtype, block.shape) for key, block in header.blocks.items()}
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key):
+                said = f"{found.get(key, 'nothing')} and {expected.get(key, 'nothing')}"
+                return f"{name}: header and manifest say of {key[:120]!a} {said}"
+        self._headers[name] = header
+        return ""
+
+    @cached_property
+    def _listed(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """What the manifest says of each file: key of a piece -> element type and shape."""
+        listed: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+            name: {} for name in self.manifest.files
+        }
+        for tensor, entry in self.manifest.tensors.items():
+            for piece in entry.pieces:
+                listed[piece.file][piece_key(tensor, piece.start)] = (entry.dtype, piece.size)
+        return listed
 
     def _other_step(self, descriptor: int) -> str:
         """Whether a changed file is a whole one out of another save; for the message only."""
@@ -315,6 +348,8 @@ def find_latest(
         try:
             checkpoint = _proven(root / name, key=key, run=run, rank=rank, exchange=exchange)
         except NotAgreed as error:
+            if error.refused:  # whole, but not ours to read: falling back would lose its steps
+                raise UserError(f"{name}: {error.text}", where=str(root)) from error
             skipped.append(f"{name}: {error.text}")
             continue
         if checkpoint is not None:
