@@ -181,8 +181,9 @@ def test_rules_name_every_module_with_parameters(config: ModelConfig) -> None:
         return ".".join("*" if part.isdigit() else part for part in path)
 
     modules = {pattern(name) for name in parameter_shapes(config)} | {"lm_head"}
-    assert modules == set(rules(config))
-    styles = {"vocab_rows", "column", "row", "vocab_column", "replicated"}
+    entries = {"model.layers.*.self_attn", "model.layers.*.mlp"}
+    assert modules | entries == set(rules(config))
+    styles = {"vocab_rows", "column", "row", "vocab_column", "enter", "replicated"}
     assert set(rules(config).values()) == styles
 
 

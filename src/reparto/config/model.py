@@ -257,14 +257,17 @@ def rules(config: ModelConfig) -> dict[str, str]:
     | `column` | out (heads for q, k, v) | whole | cut by the last dim |
     | `row` | in | cut by the last dim | sum over ranks |
     | `vocab_column` | out, which is the vocabulary | whole | logits cut by vocabulary |
+    | `enter` | not cut | made whole, once for the `column` modules inside | as it comes |
     | `replicated` | not cut | as it comes | as it comes |
 
-    A module that no pattern names is `replicated`. Cuts of `column` and `row` in attention fall
+    A module that no pattern names is `replicated`. All styles: `partition/cuts.py`. Cuts of `column` and `row` in attention fall
     between heads as long as the degree divides num_key_value_heads.
     """
     layer = "model.layers.*"
     return {
         "model.embed_tokens": "vocab_rows",
+        f"{layer}.self_attn": "enter",
+        f"{layer}.mlp": "enter",
         f"{layer}.self_attn.q_proj": "column",
         f"{layer}.self_attn.k_proj": "column",
         f"{layer}.self_attn.v_proj": "column",
