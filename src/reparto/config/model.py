@@ -260,8 +260,9 @@ def rules(config: ModelConfig) -> dict[str, str]:
     | `enter` | not cut | made whole, once for the `column` modules inside | as it comes |
     | `replicated` | not cut | as it comes | as it comes |
 
-    A module that no pattern names is `replicated`. All styles: `partition/cuts.py`. Cuts of `column` and `row` in attention fall
-    between heads as long as the degree divides num_key_value_heads.
+    A module that no pattern names is `replicated`. All styles: `partition/cuts.py`. Cuts of
+    `column` and `row` in attention fall between heads as long as the degree divides
+    num_key_value_heads.
     """
     layer = "model.layers.*"
     return {
