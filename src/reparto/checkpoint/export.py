@@ -32,7 +32,7 @@ from reparto.checkpoint.files import (
     write_file,
 )
 from reparto.checkpoint.layout import MOMENTS, Damaged, moment_name
-from reparto.checkpoint.load import Checkpoint
+from reparto.checkpoint.stored import Checkpoint
 from reparto.checkpoint.rewrite import Cut, Source, by_rows, write_checkpoint
 from reparto.checkpoint.shards import (
     Block,

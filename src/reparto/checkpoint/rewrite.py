@@ -28,7 +28,7 @@ from reparto.checkpoint.files import (
     write_file,
 )
 from reparto.checkpoint.layout import Parent, file_of_rank, piece_key
-from reparto.checkpoint.load import Checkpoint
+from reparto.checkpoint.stored import Checkpoint
 from reparto.checkpoint.shards import element_bytes, header_bytes, lay_out
 from reparto.checkpoint.share import writes
 from reparto.errors import UserError
