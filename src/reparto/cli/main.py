@@ -222,6 +222,19 @@ def generate(
     )
 
 
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="data, zero or overhead.")],
+    model: Annotated[str, typer.Option("--model", help="1m, 10m or 50m.")] = "10m",
+    rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds.")] = 9,
+    json_out: Json = False,
+) -> None:
+    """Side by side with torch's own, in one run. / Medir junto a lo propio de torch."""
+    from reparto.cli import bench as verb
+
+    verb.bench(name=name, model=model, rounds=rounds, json_out=json_out)
+
+
 CheckpointPath = Annotated[
     str, typer.Argument(metavar="DIR", help="A run, its checkpoints folder, or one step-N.")
 ]
@@ -289,7 +302,6 @@ def checkpoint_import(
 
 _UNBUILT = {
     "probe": "Measure this machine or cluster into a cluster file.",
-    "bench": "Side by side with named peers in one run, as ratios.",
     "drill": "Inject faults into a small run and score the recovery.",
     "diagnose": "Find the first stage whose assumption did not hold.",
     "compare": "Compare two runs.",
@@ -312,7 +324,7 @@ def _add_unbuilt(name: str, what: str) -> None:
 
         raise UserError(
             f"`reparto {name}` is not built yet",
-            legal="train, verify, plan, schedule draw, generate, checkpoint",
+            legal="train, verify, plan, schedule draw, generate, checkpoint, bench",
         )
 
 

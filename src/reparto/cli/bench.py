@@ -1,0 +1,46 @@
+"""`reparto bench NAME`: ratios to named peers, from one interleaved run."""
+
+from __future__ import annotations
+
+import json
+
+from rich.table import Table
+
+from reparto.cli.console import console
+from reparto.errors import UserError
+
+
+def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
+    """The verb."""
+    from reparto.bench.run import bench_data, bench_overhead, bench_zero
+
+    if rounds < 3:
+        raise UserError(f"{rounds} rounds have no quartiles", where="--rounds", legal=">= 3")
+    out = console()
+
+    def tell(words: str) -> None:
+        out.print(words, style="dim")
+
+    if name == "data":
+        found = bench_data(model, rounds, tell)
+    elif name == "zero":
+        found = bench_zero(model, rounds, tell)
+    elif name == "overhead":
+        found = bench_overhead(tell)
+    else:
+        raise UserError(f"no benchmark is called `{name}`", where="bench",
+                        legal="data, zero, overhead")  # fmt: skip
+    table = Table(
+        title=f"bench {name} {model}: above 1 is better for reparto", title_justify="left"
+    )
+    for heading in ("peer", "q1", "median", "q3"):
+        table.add_column(heading, justify="left" if heading == "peer" else "right")
+    ratios, aa = found["ratios"], found["aa"]
+    assert isinstance(ratios, dict) and isinstance(aa, dict)
+    for peer, one in [*ratios.items(), ("ours against ours", aa)]:
+        table.add_row(peer, f"{one['q1']:.3f}", f"{one['median']:.3f}", f"{one['q3']:.3f}")
+    out.print(table)
+    out.print(str(found["workload"]))
+    out.print(json.dumps(found["figures"]))
+    if json_out:
+        print(json.dumps(found))
