@@ -41,10 +41,11 @@ _MAGIC = b"reparto1"
 _HEADER = struct.Struct("<8sIIqQQ")  # magic, rank, capacity, step, next sequence, host pid
 _HEADER_BYTES = 128
 # sequence, step, microbatch, kind, state, op, lowered_as, group, payload, start, wait, end, digest
-_RECORD = struct.Struct("<QqhBBBBHQQQQI")
+_TAG_BYTES = 68
+_RECORD = struct.Struct(f"<QqhBBBBHQQQQI{_TAG_BYTES}s")
 _STATE_AT, _WAIT_AT, _END_AT = 19, 40, 48  # where `end` writes
-_TAG_AT = _RECORD.size
-_TAG_BYTES = RECORD_BYTES - _TAG_AT
+_SEQUENCE = struct.Struct("<Q")
+_TIMES = struct.Struct("<QQ")
 
 
 class Kind(IntEnum):
@@ -228,8 +229,8 @@ class Ring:
             now,
             0,
             digest,
+            text,
         )
-        self._map[at + _TAG_AT : at + RECORD_BYTES] = text.ljust(_TAG_BYTES, b"\0")
         if digest:
             self.fingerprint = zlib.crc32(digest.to_bytes(4, "little"), self.fingerprint)
         return sequence
@@ -241,14 +242,14 @@ class Ring:
         """
         at = _HEADER_BYTES + (sequence % self.capacity) * RECORD_BYTES
         now = self.clock.now_ns()
-        if struct.unpack_from("<Q", self._map, at)[0] != sequence:
+        if _SEQUENCE.unpack_from(self._map, at)[0] != sequence:
             return max(0, now - waited_since_ns) if waited_since_ns else 0
         self._map[at + _STATE_AT] = State.DONE
         if waited_since_ns:
-            struct.pack_into("<QQ", self._map, at + _WAIT_AT, waited_since_ns, now)
+            _TIMES.pack_into(self._map, at + _WAIT_AT, waited_since_ns, now)
         else:
-            struct.pack_into("<Q", self._map, at + _END_AT, now)
-            waited_since_ns = struct.unpack_from("<Q", self._map, at + _WAIT_AT)[0]
+            _SEQUENCE.pack_into(self._map, at + _END_AT, now)
+            waited_since_ns = _SEQUENCE.unpack_from(self._map, at + _WAIT_AT)[0]
         return max(0, now - waited_since_ns)
 
     def span(self, kind: Kind, tag: str) -> Span:
@@ -286,7 +287,7 @@ class Span:
 def _read(buffer: mmap.mmap | bytes, slot: int) -> Record:
     at = _HEADER_BYTES + slot * RECORD_BYTES
     fields = _RECORD.unpack_from(buffer, at)
-    tag = bytes(buffer[at + _TAG_AT : at + RECORD_BYTES]).rstrip(b"\0")
+    tag = bytes(fields[13]).rstrip(b"\0")
     return Record(
         sequence=fields[0],
         step=fields[1],
