@@ -3,8 +3,8 @@
     python docs/pictures/measured.py RUN_DIR ...
 
 For each run, rank 0: the payload of every kind of message in step 2 from trace/rank-0.json against
-`reduction_messages`, and the bytes of state from the ledger's partition record against
-`state_bytes`. Prints Markdown, which the strategy pages quote. Equal means equal to the byte.
+`reduction_messages` and `word_messages`, and the bytes of state from the ledger's partition record
+against `state_bytes`. Prints Markdown, which the strategy pages quote. Equal means equal to the byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from strategies import blocks_of
 from reparto.config.model import ModelConfig, parameter_shapes
 from reparto.config.run import Run, read_run
 from reparto.partition.flat import FlatLayout
-from reparto.partition.volume import reduction_messages, state_bytes, unit_layouts
+from reparto.partition.volume import (
+    reduction_messages,
+    state_bytes,
+    unit_layouts,
+    word_messages,
+)
 
 Key = tuple[str, str]
 
@@ -71,16 +76,16 @@ def tell(run_dir: Path) -> None:
     vocabulary = shapes["model.embed_tokens.weight"]["shape"][0]
     layouts, kept = layouts_of(run, run.model.resolved(vocabulary))
     expected: Counter[Key] = Counter()
-    for one in reduction_messages(layouts, plan=run.partition, kept=kept):
+    messages = reduction_messages(layouts, plan=run.partition, kept=kept)
+    for one in [*messages, *word_messages(run.partition.world_size)]:
         expected[one.what, one.operation] += one.total_payload_bytes
     times, payload = recorded(run_dir)
     print(f"\n`{run.partition.text}`\n")
     print("| message | times a step | arithmetic, bytes | recorded, bytes | |")
     print("|---|---|---|---|---|")
     for key in payload:
-        told = f"{expected[key]:,}" if key in expected else "none (control)"
         same = "equal" if expected[key] == payload[key] else ""
-        print(f"| {' '.join(key)} | {times[key]} | {told} | {payload[key]:,} | {same} |")
+        print(f"| {' '.join(key)} | {times[key]} | {expected[key]:,} | {payload[key]:,} | {same} |")
     state, found = state_bytes(layouts, plan=run.partition), held(run_dir)
     print("\n| state | arithmetic, bytes | held, bytes | |")
     print("|---|---|---|---|")
