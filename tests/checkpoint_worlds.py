@@ -144,15 +144,15 @@ def snapshot(step: int, pieces: Sequence[Piece], **more: object) -> Snapshot:
 
 def save_world(
     root: Path, step: int, world_size: int, *, seed: int = 0, run: str = RUN, keep: int = 9,
-    tensors: Mapping[str, Tensor] | None = None,
+    tensors: Mapping[str, Tensor] | None = None, aliases: Mapping[str, str] | None = None,
 ) -> list[SaveReport]:  # fmt: skip
     """Save `model(step)` from some ranks; the report of each."""
     shares = shared_out(tensors or model(step), world_size, seed=seed)
+    tied = {} if tensors else {"lm_head.weight": "model.embed_tokens.weight"}
 
     def work(rank: int, exchange: Exchange) -> SaveReport:
         saver = Saver(root, run=run, key=KEY, rank=rank, exchange=exchange, keep=keep)
-        aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tensors is None else {}
-        return saver.save(snapshot(step, shares[rank], aliases=aliases))
+        return saver.save(snapshot(step, shares[rank], aliases=aliases or tied))
 
     return all_good(ranks(world_size, work))
 
