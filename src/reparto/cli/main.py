@@ -58,10 +58,18 @@ def train(
         list[str] | None,
         typer.Option("--accept-change", help="A key that may differ on resume. Repeatable."),
     ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Hosts that train together.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", help="This host's number, from 0.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of host 0, where all meet.")
+    ] = None,
     json_out: Json = False,
 ) -> None:
     """Train a model; starts its own workers. / Entrenar un modelo."""
     from reparto.cli import train as verb
+    from reparto.recover.nodes import Nodes
 
     verb.train(
         run_file=run_file,
@@ -72,6 +80,7 @@ def train(
         run_dir=run_dir,
         resume=resume,
         accept_change=accept_change or [],
+        nodes=Nodes.parse(nodes, node_rank, rendezvous),
         json_out=json_out,
     )
 

@@ -27,6 +27,7 @@ from reparto.partition.legal import check_plan
 from reparto.recover.decide import Attempt, decide
 from reparto.recover.detect import Failure, Outcome
 from reparto.recover.launcher import joined
+from reparto.recover.nodes import Nodes
 from reparto.units import human_seconds
 
 #: seconds that workers get to end their step and save after a stop was asked for
@@ -43,6 +44,7 @@ def train(
     run_dir: str | None,
     resume: bool,
     accept_change: Sequence[str],
+    nodes: Nodes | None,
     json_out: bool,
 ) -> None:
     """The verb. Raises `UserError` (2) before anything starts, `Fault` (4) when a run ended so."""
@@ -62,9 +64,16 @@ def train(
             }
         )
         launcher = joined()
+        if nodes is not None and run_dir is None:
+            raise UserError(
+                "several hosts need the folder that all of them see",
+                where="--run-dir",
+                legal="a folder on a shared file system",
+            )
         name = launcher.job if launcher else time.strftime("%Y%m%d-%H%M%S")
         path = Path(run_dir) if run_dir else Path("runs") / f"{run.name}-{name}"
-        if launcher is None or launcher.rank == 0:
+        first = (launcher is None or launcher.rank == 0) and (nodes is None or nodes.rank == 0)
+        if first:
             rundir.refuse_existing(path)
     if stop_after is not None and not 1 <= stop_after <= run.steps:
         raise UserError(
@@ -73,7 +82,9 @@ def train(
             legal=f"1 to {run.steps}",
             nearest=str(min(max(1, stop_after), run.steps)),
         )
-    _launch(run, path, stop_after=stop_after, resume=resume, json_out=json_out, out=out)
+    _launch(
+        run, path, stop_after=stop_after, resume=resume, nodes=nodes, json_out=json_out, out=out
+    )
 
 
 def _reopened(
@@ -109,9 +120,25 @@ def _reopened(
 
 
 def _launch(
-    run: Run, path: Path, *, stop_after: int | None, resume: bool, json_out: bool, out: Console
+    run: Run,
+    path: Path,
+    *,
+    stop_after: int | None,
+    resume: bool,
+    nodes: Nodes | None,
+    json_out: bool,
+    out: Console,
 ) -> None:
     launcher = joined()
+    if nodes is not None:
+        from reparto.cli.hosts import train_on_hosts
+
+        result = train_on_hosts(run, path, nodes, stop_after=stop_after, resume=resume, out=out)
+        if result is None:
+            return  # only node 0 speaks
+        _tell_end(run, path, result, out)
+        _print_answer(run, path, result, json_out)
+        return
     if launcher is not None:
         from reparto.cli.join import join
 
@@ -122,15 +149,19 @@ def _launch(
         start = set_up(run, path, stop_after=stop_after, resume=resume, out=out)
         result = _until_done(run, path, start, stop_after=stop_after, out=out)
     _tell_end(run, path, result, out)
-    if json_out:
-        print(json.dumps({
-            "run_dir": str(path), "steps": result["step"], "loss": result["loss"],
-            "validation_loss": result["validation_loss"], "tokens_per_s": result["tokens_per_s"],
-            "world_size": run.partition.world_size, "plan": run.partition.text,
-            "unigram_entropy": result["unigram_entropy"],
-            "exposed_comm_s": result["exposed_comm_s"], "stopped_by": result["stopped_by"],
-        }))  # fmt: skip
-        sys.stdout.flush()
+    _print_answer(run, path, result, json_out)
+
+
+def _print_answer(run: Run, path: Path, result: Mapping[str, object], json_out: bool) -> None:
+    if not json_out:
+        return
+    body = {"run_dir": str(path), "steps": result["step"]}
+    for key in ("loss", "validation_loss", "tokens_per_s", "unigram_entropy", "exposed_comm_s",
+                "stopped_by"):  # fmt: skip
+        body[key] = result[key]
+    body |= {"world_size": run.partition.world_size, "plan": run.partition.text}
+    print(json.dumps(body))
+    sys.stdout.flush()
 
 
 def check_run(run: Run) -> None:
@@ -211,7 +242,7 @@ def _until_done(
     """Supervise, and start again after a fault while that makes sense (`recover/decide.py`)."""
     attempts: list[Attempt] = []
     while True:
-        outcome, asked = _supervise(run, path, start, stop_after=stop_after, out=out)
+        outcome, asked = watch(run, path, start, stop_after=stop_after, out=out)
         if outcome.ok:
             result: Mapping[str, object] = json.loads(
                 (path / "control" / "result.json").read_text()
@@ -237,13 +268,19 @@ def _until_done(
         rundir.write_private(path / "control" / "start.json", json.dumps(start))
 
 
-def _supervise(
-    run: Run, path: Path, start: Mapping[str, object], *, stop_after: int | None, out: Console
+def watch(
+    run: Run,
+    path: Path,
+    start: Mapping[str, object],
+    *,
+    stop_after: int | None,
+    out: Console,
+    interface: str = "lo",
+    node: int = 0,
+    nodes: int = 1,
+    store: object = None,
 ) -> tuple[Outcome, int]:
-    """One life of the workers: start, show progress, pass a stop on.
-
-    Returns how they ended, and how often a stop was asked for.
-    """
+    """Start this host's workers, show progress, pass a stop on, until they have ended."""
     from reparto.recover.supervise import Supervisor
 
     supervisor = Supervisor(
@@ -252,11 +289,15 @@ def _supervise(
         arguments=["-m", "reparto.cli.worker", str(path.absolute())],
         environment={
             "OMP_NUM_THREADS": str(start["threads"]),
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": interface,
+            "REPARTO_SUPERVISOR": str(os.getpid()),
             # keep freed memory: a step asks for the same sizes again, and fresh pages are slow
             "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         },
+        node=node,
+        nodes=nodes,
+        store=store,
     )
     asked: list[float] = []
 

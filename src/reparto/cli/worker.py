@@ -30,18 +30,34 @@ def main() -> None:
     control = run_dir / "control"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start = json.loads((control / "start.json").read_text(encoding="utf-8"))
-    leave_with_parent(int(start["supervisor_pid"]))
+    leave_with_parent(_supervisor(start))
     os.umask(0o077)
     write_private(control / f"rank-{rank}.pid", str(os.getpid()))
     stop = StopRequest()
     try:
-        work(run_dir, start, rank, world_size, stop)
+        work(run_dir, start, rank, world_size, stop, store=_shared_store(start))
     except BaseException as error:
         last_words(control, rank, error)
         # other threads may wait for peers that are gone: leave without them
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(error.exit_code if isinstance(error, RepartoError) else 4)
+
+
+def _supervisor(start: Mapping[str, object]) -> int:
+    """Process id of this host's supervisor, which has started us."""
+    several = os.environ.get("REPARTO_SUPERVISOR")
+    return int(several or str(start["supervisor_pid"]))
+
+
+def _shared_store(start: Mapping[str, object]) -> Store | None:
+    """The store that several hosts share; None on one host."""
+    address = start.get("store")
+    if not isinstance(address, list):
+        return None
+    from reparto.comm.backend import client_store
+
+    return client_store(str(address[0]), int(address[1]), prefix="workers", timeout_s=120.0)
 
 
 def last_words(control: Path, rank: int, error: BaseException) -> None:

@@ -17,6 +17,7 @@ at n=2), so that one stays. Records say `lowered_as`.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -252,7 +253,19 @@ def file_store(path: str, world_size: int) -> Store:
 
 
 def client_store(host: str, port: int, *, prefix: str, timeout_s: float) -> Store:
-    """A store that somebody else listens with, such as torchrun; our keys start with `prefix`."""
+    """A store that somebody else listens with, such as torchrun; keys get `prefix`, if any."""
     timeout = timedelta(seconds=timeout_s)
     raw = dist.TCPStore(host, port, None, False, timeout=timeout)  # type: ignore[attr-defined]
+    if not prefix:
+        return raw  # type: ignore[return-value]
     return dist.PrefixStore(prefix, raw)  # type: ignore[attr-defined, return-value]
+
+
+def server_store(listener: socket.socket, host: str, *, timeout_s: float) -> Store:
+    """A store on a socket that is bound already: it listens there and nowhere else."""
+    timeout = timedelta(seconds=timeout_s)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined, return-value]
+        host, port, None, True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip

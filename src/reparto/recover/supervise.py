@@ -41,9 +41,13 @@ _GRACE_S = 4
 class HostRendezvous(RendezvousHandler):
     """One host, one agent: each generation gets a fresh file as its store."""
 
-    def __init__(self, control: Path, run_id: str) -> None:
+    def __init__(
+        self, control: Path, run_id: str, *, node: int = 0, nodes: int = 1, store: object = None
+    ) -> None:
+        """`store` is the one that several hosts share; one host needs none."""
         self._control = control
         self._run_id = run_id
+        self._node, self._nodes, self._store = node, nodes, store
         earlier = [int(one.name.split("-")[1]) for one in control.glob("generation-*")]
         self._generation = max(earlier, default=0)  # a resume never meets keys of an earlier life
         self._closed = False
@@ -56,13 +60,16 @@ class HostRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
+        # workers find their own store by the generation; this address is never bound or dialled
+        nowhere = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=1)
         self._generation += 1
+        if self._store is not None:
+            shared = dist.PrefixStore("agents", self._store)  # type: ignore[attr-defined, arg-type]
+            return RendezvousInfo(shared, self._node, self._nodes, nowhere)
         folder = self._control / f"generation-{self._generation}"
         folder.mkdir(mode=0o700)
         store = dist.FileStore(str(folder / "agent"), 1)  # type: ignore[attr-defined]
         (self._control / "generation").write_text(str(self._generation))
-        # workers find their own store by the generation; this address is never bound or dialled
-        nowhere = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=1)
         return RendezvousInfo(store, 0, 1, nowhere)
 
     def is_closed(self) -> bool:
@@ -92,8 +99,15 @@ class Supervisor:
         world_size: int,
         arguments: Sequence[str],
         environment: Mapping[str, str],
+        node: int = 0,
+        nodes: int = 1,
+        store: object = None,
     ) -> None:
-        """`arguments` follow the Python executable; `environment` is added to this process's."""
+        """`arguments` follow the Python executable; `environment` is added to this process's.
+
+        world_size  workers of the whole run, over all hosts
+        node        this host's number of `nodes`, which share `store`
+        """
         self._control = run_dir / "control"
         self._world_size = world_size
         _quiet()
@@ -101,10 +115,12 @@ class Supervisor:
         os.environ.pop("TORCHELASTIC_HEALTH_CHECK_PORT", None)  # or the agent would listen
         spec = WorkerSpec(
             role="worker",
-            local_world_size=world_size,
+            local_world_size=world_size // nodes,
             entrypoint=sys.executable,
             args=tuple(arguments),
-            rdzv_handler=HostRendezvous(self._control, run_dir.name),
+            rdzv_handler=HostRendezvous(
+                self._control, run_dir.name, node=node, nodes=nodes, store=store
+            ),
             max_restarts=0,
             monitor_interval=0.1,
             master_addr="127.0.0.1",
