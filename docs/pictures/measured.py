@@ -4,7 +4,7 @@
 
 For each run, rank 0: the payload of every kind of message in step 2 from trace/rank-0.json against
 `reduction_messages` and `word_messages`, and the bytes of state from the ledger's partition record
-against `state_bytes`. Prints Markdown, which the strategy pages quote. Equal means equal to the byte.
+against `state_bytes`. Prints Markdown, which the strategy pages quote. Equal means to the byte.
 """
 
 from __future__ import annotations
