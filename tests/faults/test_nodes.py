@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.cli.runs import RUN, losses, reparto
 
 from reparto.comm.backend import client_store, server_store
 from reparto.errors import Fault, UserError
@@ -24,7 +25,6 @@ from reparto.recover.nodes import (
     resolve,
     roll_call,
 )
-from tests.cli.runs import RUN, losses, reparto
 
 
 def _free_port() -> int:

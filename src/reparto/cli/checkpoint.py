@@ -170,13 +170,7 @@ def import_(source: str, run_dir: str, *, settings: Sequence[str], json_out: boo
     if tokenizer.is_file() and not any(one.startswith("data.tokenizer") for one in settings):
         given.append(f'data.tokenizer="{tokenizer.absolute()}"')
     run = read_run(None, settings=given)
-    run = run.model_copy(
-        update={
-            "owner": run.owner or getpass.getuser(),
-            "data": run.data.absolute(),
-            "model": run.model.absolute(),
-        }
-    )
+    run = run.model_copy(update={"owner": run.owner or getpass.getuser()}).resolved()
     model = run.model.resolved(1)
     rundir.create(path, run)
     try:

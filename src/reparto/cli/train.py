@@ -56,13 +56,7 @@ def train(
         if accept_change:
             raise UserError("belongs to --resume", where="--accept-change")
         run = read_run(Path(run_file) if run_file else None, plan=plan, settings=settings)
-        run = run.model_copy(
-            update={
-                "owner": run.owner or getpass.getuser(),
-                "data": run.data.absolute(),
-                "model": run.model.absolute(),
-            }
-        )
+        run = run.model_copy(update={"owner": run.owner or getpass.getuser()}).resolved()
         launcher = joined()
         if nodes is not None and run_dir is None:
             raise UserError(
@@ -104,9 +98,7 @@ def _reopened(
         if not run_file:
             rundir.reopen(path, None, [])
         wanted = read_run(base, plan=plan, settings=settings)
-        wanted = wanted.model_copy(
-            update={"data": wanted.data.absolute(), "model": wanted.model.absolute()}
-        )
+        wanted = wanted.resolved()
     run = rundir.reopen(path, wanted, accept_change)
     found = any((path / "checkpoints").glob("step-*"))
     if not found:
@@ -200,7 +192,12 @@ def set_up(
         open_weights(Path(run.model.weights), parameter_shapes(model), tied=tied_parameters(model))
     warnings = [
         *prepared.warnings,
-        *check_plan(plan, model=model, batch_size=run.data.batch_size),
+        *check_plan(
+            plan,
+            model=model,
+            batch_size=run.data.batch_size,
+            sequence_length=run.data.sequence_length,
+        ),
         *_machine_warnings(run, local_world_size or plan.world_size),
     ]
     for warning in warnings:

@@ -257,6 +257,19 @@ class Run(_Table):
             )
         return name
 
+    def resolved(self) -> Run:
+        """The same with absolute paths and nothing left to a default that depends on others."""
+        synchronize = self.synchronize.model_copy(
+            update={"warmup_steps": self.synchronize.warmup(self.steps)}
+        )
+        return self.model_copy(
+            update={
+                "data": self.data.absolute(),
+                "model": self.model.absolute(),
+                "synchronize": synchronize,
+            }
+        )
+
     def to_toml(self) -> str:
         """The run as TOML; `read_run(text)` gives an equal run."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
@@ -348,9 +361,7 @@ def _refuse_unbuilt(run: Run) -> None:
             legal="reparto",
             nearest="reparto",
         )
-    for value, where, what in (
-        (run.compute.compile, "compute.compile", "compiling blocks"),
-    ):
+    for value, where, what in ((run.compute.compile, "compute.compile", "compiling blocks"),):
         if value:
             raise UserError(f"{what} is not built yet", where=where, nearest="leave it out")
 
