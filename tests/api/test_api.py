@@ -746,11 +746,16 @@ def test_axes_that_cut_a_module_are_refused_by_name(axis: str) -> None:
 
 
 def test_a_session_needs_its_ranks() -> None:
-    with pytest.raises(UserError, match="needs 2 ranks, there is 1") as caught:
+    with pytest.raises(UserError, match=r"for 2 ranks .* the mesh has 1") as caught:
         Session("data=2")
     assert "launch(main" in caught.value.nearest
     with pytest.raises(UserError, match="run_dir"):
         Session(resume=True)
+    ring = Ring(None, rank=0, capacity=64)
+    mesh = fake_mesh(Grid.of(Plan(data=4)), 0, world=FakeWorld(), ring=ring)
+    assert Session("data=4,shard=parameters", mesh=mesh).world_size == 4  # one mesh, many plans
+    with pytest.raises(UserError, match="replicas 2 x data 2"):
+        Session("data=4,replicas=2,shard=parameters", mesh=mesh)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

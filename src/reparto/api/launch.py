@@ -15,7 +15,8 @@ environment that it is a worker, joins the others, calls `main` and ends there. 
 
 Workers are watched as those of `reparto train` (`recover/supervise.py`): one that dies ends the
 others, and the cause is raised here. Nothing listens. A plan of one rank runs in this process,
-where a debugger reaches it.
+where a debugger reaches it. Under torchrun, mpirun or srun no process is started: those that are
+there join.
 """
 
 from __future__ import annotations
@@ -29,47 +30,40 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO, cast
 
-import torch
 from pydantic import JsonValue
 
+from reparto.api.rank import Main, Value, as_json, join, name_of, work, write_json
 from reparto.api.session import Session, read_plan
 from reparto.checkpoint.files import make_private_folder
-from reparto.comm.backend import file_store, finish_process_group, start_process_group
-from reparto.comm.mesh import torch_mesh
 from reparto.config.plan import Plan
-from reparto.errors import Fault, PeerLost, RepartoError, UserError
+from reparto.errors import Fault, UserError
 from reparto.evidence.ledger import create_key
-from reparto.partition.grid import Grid
 from reparto.recover.detect import Failure
-from reparto.recover.supervise import Supervisor, write_error
-from reparto.recover.worker import StopRequest, leave_with_parent
-from reparto.trace import Ring
+from reparto.recover.launcher import joined
+from reparto.recover.supervise import Supervisor
 
 #: set for workers only: the folder that holds start.json
 _MARK = "REPARTO_API_CONTROL"
 #: seconds that workers get to end their step after a stop was asked for
 _STOP_GRACE_S = 120.0
 
-Main = Callable[[Session], JsonValue]
-
 
 def launch(
-    main: Main,
+    main: Main[Value],
     *,
     plan: Plan | str = "data=1",
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
     threads: int | None = None,
     timeout_s: float = 60.0,
-) -> JsonValue:
+) -> Value:
     """Run `main(session)` on every rank of a plan and return what rank 0 returned.
 
-    main       called once in each worker; returns something that JSON can say, or None
+    main       called once in each worker; returns what comes out of JSON as it went in, or None
     plan       text form, TOML file or `Plan`; its world size is the number of processes
     run_dir    folder for checkpoints, logs and records, new unless `resume`; None takes a temporary
                one, which is removed at the end, or left for its logs after a fault
@@ -85,72 +79,77 @@ def launch(
     """
     mark = os.environ.pop(_MARK, None)  # not handed on to what `main` may start
     if mark is not None:
-        _work(Path(mark), main)
-    parsed = read_plan(plan)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise UserError(
-            "another launcher has started this process already (RANK and WORLD_SIZE are set)",
-            where="launch",
-            legal="a script that is started once, by python",
-            nearest=f"python {Path(sys.argv[0]).name}",
+        work(Path(mark), main)
+    parsed, folder = read_plan(plan), None if run_dir is None else Path(run_dir).absolute()
+    if resume and folder is None:
+        raise UserError("needs the folder of the run", where="resume", legal="run_dir=...")
+    cores = len(os.sched_getaffinity(0))
+    launcher = joined()
+    if launcher is not None:
+        return join(
+            launcher,
+            main,
+            parsed,
+            make_folder=lambda: folder and _furnished(folder, resume=resume),
+            run_dir=folder,
+            resume=resume,
+            threads=threads or max(1, cores // launcher.local_world_size),
+            timeout_s=timeout_s,
         )
-    if parsed.world_size == 1 and run_dir is None:
-        return _json(main(Session(parsed, resume=resume)))
-    with _folder(None if run_dir is None else Path(run_dir), resume=resume) as folder:
-        kept = folder if run_dir is not None else None
-        if parsed.world_size == 1:
-            return _json(main(Session(parsed, run_dir=kept, resume=resume)))
+    if parsed.world_size > 1:
         _again()
-        cores = len(os.sched_getaffinity(0))
-        start: dict[str, JsonValue] = {
-            "main": _name(main),
-            "plan": parsed.text,
-            "run_dir": None if kept is None else str(kept),
-            "resume": resume,
-            "threads": threads or max(1, cores // parsed.world_size),
-            "timeout_s": timeout_s,
-            "supervisor_pid": os.getpid(),
-        }
-        return _supervise(folder, parsed, start)
+    if folder is not None:
+        _furnished(folder, resume=resume)
+    if parsed.world_size == 1:
+        return as_json(main(Session(parsed, run_dir=folder, resume=resume)))
+    start: dict[str, JsonValue] = {
+        "main": name_of(main),
+        "plan": parsed.text,
+        "run_dir": None if folder is None else str(folder),
+        "resume": resume,
+        "threads": threads or max(1, cores // parsed.world_size),
+        "timeout_s": timeout_s,
+        "supervisor_pid": os.getpid(),
+    }
+    if folder is not None:
+        return cast("Value", _supervise(folder, parsed, start))
+    passing = Path(tempfile.mkdtemp(prefix="reparto-"))
+    _furnish(passing)
+    try:
+        value = _supervise(passing, parsed, start)
+    except UserError:  # a fault leaves its logs
+        shutil.rmtree(passing, ignore_errors=True)
+        raise
+    shutil.rmtree(passing, ignore_errors=True)
+    return cast("Value", value)
 
 
 # --- the process that was started -----------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _folder(run_dir: Path | None, *, resume: bool) -> Iterator[Path]:
-    """The run's folder, mode 0700, with control, logs and a key; a temporary one is removed."""
-    if run_dir is None:
-        if resume:
-            raise UserError("needs the folder of the run", where="resume", legal="run_dir=...")
-        folder = Path(tempfile.mkdtemp(prefix="reparto-"))
-        _furnish(folder)
-        try:
-            yield folder
-        except UserError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    folder = run_dir.absolute()
+def _furnished(folder: Path, *, resume: bool) -> Path:
+    """The run's folder, mode 0700: a new one, or that of an earlier launch to go on in."""
+    control = folder / "control"
     if resume:
         if not (folder / "key").is_file():
-            raise UserError(f"{run_dir} holds no run to resume", where="run_dir",
-                            legal="a folder made by an earlier launch")  # fmt: skip
-        for old in [*(folder / "control").glob("error-*"), *(folder / "control").glob("*.pid"),
-                    folder / "control" / "result.json"]:  # fmt: skip
-            old.unlink(missing_ok=True)
-    else:
-        if os.path.lexists(folder):
             raise UserError(
-                f"{run_dir} exists already",
+                f"{folder} holds no run to resume",
                 where="run_dir",
-                legal="a folder that does not exist yet",
-                nearest="resume=True" if (folder / "key").is_file() else f"{run_dir}-2",
+                legal="a folder made by an earlier launch",
             )
-        make_private_folder(folder)
-        _furnish(folder)
-    yield folder
+        for old in (*control.glob("error-*"), *control.glob("*.pid"), control / "result.json"):
+            old.unlink(missing_ok=True)
+        return folder
+    if os.path.lexists(folder):
+        raise UserError(
+            f"{folder} exists already",
+            where="run_dir",
+            legal="a folder that does not exist yet",
+            nearest="resume=True" if (folder / "key").is_file() else f"{folder}-2",
+        )
+    make_private_folder(folder)
+    _furnish(folder)
+    return folder
 
 
 def _furnish(folder: Path) -> None:
@@ -172,14 +171,10 @@ def _again() -> list[str]:
     return arguments
 
 
-def _name(main: Main) -> str:
-    return getattr(main, "__qualname__", type(main).__name__)
-
-
-def _supervise(folder: Path, plan: Plan, start: Mapping[str, JsonValue]) -> JsonValue:
+def _supervise(folder: Path, plan: Plan, start: Mapping[str, JsonValue]) -> object:
     """Start workers, show what rank 0 prints, pass a stop on; the value that rank 0 returned."""
     control = folder / "control"
-    _write(control / "start.json", start)
+    write_json(control / "start.json", start)
     environment = {
         _MARK: str(control),
         "OMP_NUM_THREADS": str(start["threads"]),
@@ -204,7 +199,7 @@ def _supervise(folder: Path, plan: Plan, start: Mapping[str, JsonValue]) -> Json
     outcome = supervisor.outcome()
     if not outcome.ok:
         raise _error(folder, outcome.failures)
-    value: JsonValue = json.loads((control / "result.json").read_text(encoding="utf-8"))
+    value: object = json.loads((control / "result.json").read_text(encoding="utf-8"))
     return value
 
 
@@ -290,94 +285,3 @@ def _error(folder: Path, failures: Sequence[Failure]) -> Fault | UserError:
         lines.append(f"  last checkpoint: {newest}; next: launch with resume=True")
     lines.append(f"  logs: {folder / 'logs'}")
     return Fault("\n".join(lines))
-
-
-# --- a worker -------------------------------------------------------------------------------------
-
-
-def _work(control: Path, main: Main) -> NoReturn:
-    """Join, run `main`, leave its value, end."""
-    start = json.loads((control / "start.json").read_text(encoding="utf-8"))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    leave_with_parent(int(start["supervisor_pid"]))
-    os.umask(0o077)
-    (control / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    stop = StopRequest()
-    try:
-        if start["main"] != _name(main):
-            raise UserError(
-                f"this script launches `{_name(main)}` before `{start['main']}`, and a worker "
-                "would have to run through the first to get to the second",
-                where="launch",
-                legal="one function to launch in a script, as often as you like",
-            )
-        torch.set_num_threads(int(start["threads"]))
-        generation = int((control / "generation").read_text())
-        ring = Ring(control / f"rank-{rank}.ring", rank=rank)
-        plan = Plan.parse(start["plan"])
-        start_process_group(
-            backend="gloo",
-            rank=rank,
-            world_size=world_size,
-            store=file_store(str(control / f"generation-{generation}" / "workers"), world_size),
-            timeout_s=float(start["timeout_s"]),
-        )
-        mesh = torch_mesh(Grid.of(plan), rank, ring=ring, timeout_s=float(start["timeout_s"]))
-        session = Session(
-            plan,
-            mesh=mesh,
-            run_dir=Path(start["run_dir"]) if start["run_dir"] else None,
-            resume=bool(start["resume"]),
-            asked_to_stop=stop,
-        )
-        value = _json(main(session))
-        if rank == 0:
-            _write(control / "result.json", value)
-        mesh.world.barrier(tag="end").wait()
-        finish_process_group()
-    except BaseException as error:
-        _last_words(control, rank, error)
-        # other threads may wait for peers that are gone: leave without them
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(error.exit_code if isinstance(error, RepartoError) else 4)
-    raise SystemExit(0)
-
-
-def _last_words(control: Path, rank: int, error: BaseException) -> None:
-    known = isinstance(error, RepartoError)
-    if not known:
-        traceback.print_exc()
-    write_error(
-        control,
-        rank,
-        {
-            "kind": type(error).__name__,
-            "message": str(error) if known else f"{type(error).__name__}: {error}",
-            "exit_code": error.exit_code if isinstance(error, RepartoError) else 4,
-            "secondary": isinstance(error, PeerLost),
-            "where": error.as_dict() if isinstance(error, UserError) else {},
-        },
-    )
-
-
-def _json(value: JsonValue) -> JsonValue:
-    """The value itself, if JSON can say it."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"returned a {type(value).__name__}, which cannot cross processes: {error}",
-            where="main",
-            legal="None, numbers, text, lists and dictionaries of them",
-        ) from error
-    return value
-
-
-def _write(path: Path, value: JsonValue | Mapping[str, JsonValue]) -> None:
-    """A file of mode 0600, replaced in one step."""
-    fresh = path.with_name(path.name + ".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(fresh, path)

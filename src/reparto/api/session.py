@@ -15,6 +15,7 @@ from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
 from reparto.data.dataset import MapDataset
 from reparto.errors import UserError
+from reparto.partition.grid import Grid
 from reparto.partition.legal import check_plan
 
 SampleT = TypeVar("SampleT")
@@ -38,6 +39,10 @@ def read_plan(plan: Plan | str) -> Plan:
                 nearest=found.model_copy(update={axis: 1}).text,
             )
     return found
+
+
+def _sizes(grid: Grid) -> str:
+    return f"replicas {grid.replicas} x data {grid.data}"
 
 
 class Session:
@@ -66,13 +71,14 @@ class Session:
         """
         self.plan = read_plan(plan)
         self.mesh = mesh or single_mesh()
-        if self.plan.world_size != self.mesh.grid.world_size:
+        here, wanted = self.mesh.grid, Grid.of(self.plan)
+        if here != wanted:
             raise UserError(
-                f"the plan `{self.plan.text}` needs {self.plan.world_size} ranks, there "
-                f"{'is' if self.mesh.grid.world_size == 1 else 'are'} {self.mesh.grid.world_size}",
+                f"the plan `{self.plan.text}` is for {wanted.world_size} ranks "
+                f"({_sizes(wanted)}), the mesh has {here.world_size} ({_sizes(here)})",
                 where="Session",
-                legal="a mesh of as many ranks as the plan has",
-                nearest=f'launch(main, plan="{self.plan.text}"), which starts them',
+                legal="a mesh of the plan's own sizes",
+                nearest=f'launch(main, plan="{self.plan.text}"), which starts the ranks',
             )
         if resume and run_dir is None:
             raise UserError("is where checkpoints lie", where="run_dir", legal="a folder")
