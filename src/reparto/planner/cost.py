@@ -85,7 +85,7 @@ class Costs:
         key = (
             moe, job.model, job.software, job.precision, job.sequence_length, job.microbatch_size,
             plan.tensor, plan.sequence_parallel, plan.context, plan.context_mode,
-            plan.expert if moe else 1, plan.data if moe else 1, plan.recompute,
+            plan.expert if moe else 1, plan.recompute,
         )  # fmt: skip
         found = self._layers.get(key)
         if found is None:

@@ -45,6 +45,16 @@ class Software:
     "tensor ranks each send a part of what goes to the next pipeline stage"
 
 
+#: what `reparto train` runs: PyTorch's own kernels, sums added in place, whole messages
+REPARTO = Software(
+    fused=False,
+    flash_kernel="second",
+    loss_bytes=8,
+    plain_kernels=True,
+    scatter_messages=False,
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One prediction's question."""

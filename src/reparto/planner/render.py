@@ -15,7 +15,7 @@ from reparto.planner.search import PlanSearch, Ranked, describe
 from reparto.planner.simulate import simulate_step
 from reparto.planner.step import Predictor
 from reparto.schedule.svg import Language, draw_svg
-from reparto.units import human_bytes, human_seconds
+from reparto.units import human_bytes, human_count, human_seconds
 
 #: one colour for each kind of bytes, the same in every bar
 COLOURS = {
@@ -33,39 +33,38 @@ SHOWN = 8
 
 def plan_table(search: PlanSearch) -> Table:
     """The best plans, the naive one, and how they compare."""
-    best = search.best.step_s
+    best = search.best
     table = Table(
-        title=f"{search.best.job.model.name} on {search.best.job.cluster.name}, by {search.objective}",
+        title=f"{best.job.model.name} on {best.job.cluster.name}, by {search.objective}",
         caption=f"{search.searched} plans decided, {search.evaluated} timed, "
-        f"{search.seconds:.1f} s; intervals hold four times in five",
+        f"{search.seconds:.1f} s; the interval holds four times in five",
     )
-    for name in ("plan", "step", "interval", "tokens/s", "MFU", "memory", "bubble", "exposed"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
+    table.add_column("plan", overflow="fold", ratio=1)
+    for name in ("step", "interval", "tokens/s", "MFU", "memory", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
     for entry in search.ranked[:SHOWN]:
         table.add_row(*_cells(entry))
     table.add_section()
-    table.add_row(*_cells(search.naive, best), style="" if search.naive.fits else "dim")
+    naive = search.naive
+    words = f"{naive.step_s / best.step_s:.2f} x the best" if naive.fits else "does not fit"
+    table.add_row(*_cells(naive, f"naive, {words}: "), style="" if naive.fits else "dim")
     return table
 
 
-def _cells(entry: Ranked, best: float | None = None) -> list[str]:
+def _cells(entry: Ranked, before: str = "") -> list[str]:
     values = describe(entry)
     interval = values["step_s_interval"]
     exposed = values["exposed_share"]
     assert isinstance(interval, list) and isinstance(exposed, Mapping)
-    name = entry.job.plan.text
-    if best is not None:
-        name = f"naive: {name}"
-        name += f" ({entry.step_s / best:.2f} x)" if entry.fits else " (does not fit)"
+    idle = _number(values["bubble_share"]) + sum(exposed.values())
     return [
-        name,
+        before + entry.job.plan.text.replace(",", ", "),
         human_seconds(entry.step_s),
-        f"{human_seconds(interval[0])} to {human_seconds(interval[1])}",
-        f"{values['tokens_per_s']:,.0f}",
-        f"{100 * _number(values['mfu']):.1f} %",
+        f"{human_seconds(interval[0])} - {human_seconds(interval[1])}",
+        human_count(_number(values["tokens_per_s"])),
+        f"{100 * _number(values['mfu']):.0f} %",
         human_bytes(entry.memory.peak_bytes),
-        f"{100 * _number(values['bubble_share']):.1f} %",
-        f"{100 * sum(exposed.values()):.1f} %",
+        f"{100 * idle:.1f} %",
     ]
 
 
@@ -140,22 +139,20 @@ def timeline_svg(entry: Ranked, predictor: Predictor, *, language: Language = "e
 
 def validation_table(found: Mapping[str, object]) -> Table:
     """The errors of a validation, by source, beside the constant-efficiency baseline."""
-    table = Table(
-        title="error against published runs, mean over rows of |predicted / measured - 1|"
-    )
+    table = Table(title="mean of |predicted / measured - 1| on published runs")
     for name in ("source", "rows", "time", "baseline", "left out", "its baseline", "memory"):
         table.add_column(name, justify="left" if name == "source" else "right")
     by_source = found["by_source"]
     assert isinstance(by_source, Mapping)
+    kinds = ("time", "baseline", "leave_one_out", "leave_one_out_baseline", "memory")
     for source, views in by_source.items():
         rows = max(int(view["n"]) for view in views.values())
-        table.add_row(source, str(rows), *(_pct(views.get(view)) for view in
-                      ("time", "baseline", "leave_one_out", "leave_one_out_baseline", "memory")))  # fmt: skip
+        table.add_row(source, str(rows), *(_pct(views.get(kind)) for kind in kinds))
     table.add_section()
     left = found.get("leave_one_out")
     base = left.get("baseline") if isinstance(left, Mapping) else None
-    table.add_row("all, sources equal", str(found["taken"]), _pct(found["time"]),
-                  _pct(found["baseline"]), _pct(left), _pct(base), _pct(found["memory"]))  # fmt: skip
+    whole = (found["time"], found["baseline"], left, base, found["memory"])
+    table.add_row("all, sources equal", str(found["taken"]), *map(_pct, whole))
     return table
 
 

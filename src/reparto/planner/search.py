@@ -24,7 +24,7 @@ from itertools import count as counter
 from typing import Literal
 
 from reparto.config.cluster import Cluster
-from reparto.config.plan import Plan, ShardMode
+from reparto.config.plan import Plan, ScheduleName, ShardMode
 from reparto.errors import UserError, nearest_word
 from reparto.planner.candidates import (
     RECOMPUTES,
@@ -40,7 +40,7 @@ from reparto.planner.candidates import (
 )
 from reparto.planner.constants import Constants, shipped
 from reparto.planner.interval import interval
-from reparto.planner.job import Job, Software
+from reparto.planner.job import REPARTO, Job, Software
 from reparto.planner.memory import (
     Memory,
     first_rank_bytes,
@@ -205,7 +205,7 @@ def plan_search(
         batch_size=batch_size,
         sequence_length=sequence_length,
         precision=precision,
-        software=software or Software(),
+        software=software or REPARTO,
     )
     search.run(asked, forbidden)
     if not search.best:
@@ -307,6 +307,11 @@ class _Search:
                     most: ShardMode = "none" if "shard" in forbidden else "parameters"
                     plan = group_plan(shape, shard=most, num_microbatches=m, recompute=recompute)
                     job = replace(asked, plan=plan)
+                    least = least_bytes(job)
+                    if not self.exhaustive and reserved_bytes(least) > usable_bytes(job):
+                        self.searched += 1
+                        self._too_big(job, least)
+                        continue
                     yield _Group(self._least_s(job), job, shape, recompute)
 
     def _least_s(self, job: Job) -> float:
@@ -333,24 +338,38 @@ class _Search:
         shape, job = group.shape, group.job
         m = job.plan.num_microbatches
         names = schedules(shape, job.model.layers, m)
+        ways = [
+            way
+            for way in shardings(shape, m, job.cluster.tiers[0].size)
+            if "shard" not in forbidden or way.shard == "none"
+        ]
+        if not self.exhaustive:
+            names = self._that_fit(job, names, len(ways))
         usable = usable_bytes(job)
-        layer = least_layer_bytes(job)
-        for sharding in shardings(shape, m, job.cluster.tiers[0].size):
-            if "shard" in forbidden and sharding.shard != "none":
-                continue
-            plan = variant(job.plan, sharding, names[0])
+        for way in ways if names else ():
+            plan = variant(job.plan, way, names[0])
             least = least_bytes(replace(job, plan=plan))
             if not self.exhaustive and reserved_bytes(least) > usable:
                 self.searched += len(names)
-                self._too_big(replace(job, plan=plan), least)
+                self._too_big(replace(job, plan=plan), least, plans=len(names))
                 continue
             for name in names:
-                kept = kept_bytes(job, name, layer)
-                if not self.exhaustive and reserved_bytes(kept) > usable:
-                    self.searched += 1
-                    self._too_big(job, kept, schedule=name[0])
-                    continue
-                self._consider(replace(job, plan=variant(job.plan, sharding, name)))
+                self._consider(replace(job, plan=variant(job.plan, way, name)))
+
+    def _that_fit(
+        self, job: Job, names: list[tuple[ScheduleName, int]], ways: int
+    ) -> list[tuple[ScheduleName, int]]:
+        """The schedules whose activations alone leave room, however the states are sharded."""
+        layers = least_layer_bytes(job)
+        found = []
+        for name in names:
+            kept = kept_bytes(job, name, layers)
+            if reserved_bytes(kept) > usable_bytes(job):
+                self.searched += ways
+                self._too_big(job, kept, schedule=name[0], plans=ways)
+            else:
+                found.append(name)
+        return found
 
     def _consider(self, job: Job) -> None:
         self.searched += 1
@@ -381,7 +400,13 @@ class _Search:
         return energy_kwh(job, step) if self.objective == "energy" else step.step_s
 
     def _too_big(
-        self, job: Job, num_bytes: float, entry: Ranked | None = None, schedule: str = ""
+        self,
+        job: Job,
+        num_bytes: float,
+        entry: Ranked | None = None,
+        *,
+        schedule: str = "",
+        plans: int = 1,
     ) -> None:
         found = entry
         if found is None and self.nearest is None:
@@ -398,7 +423,8 @@ class _Search:
             under = f" under {schedule}" if schedule else ""
             return f"needs {needs:.0f} GB of {has:.0f} GB a device{most}{under}"
 
-        self._reject(("memory", plan.tensor, plan.pipeline, plan.recompute), plan, reason)
+        family = ("memory", plan.tensor, plan.pipeline, plan.recompute)
+        self._reject(family, plan, reason, plans)
 
     def _lost(self, group: _Group, limit: float) -> None:
         self.searched += 1

@@ -98,11 +98,10 @@ class Predictor:
     def layout(self, job: Job) -> Layout:
         """The pipeline's layout, remembered for plans that differ in sharding alone."""
         plan = job.plan
-        folds = plan.data if job.model.experts else 1
         key = (
             job.model, job.software, job.precision, job.sequence_length, job.microbatch_size,
             plan.tensor, plan.sequence_parallel, plan.context, plan.context_mode, plan.expert,
-            folds, plan.recompute, plan.pipeline, plan.num_chunks,
+            plan.recompute, plan.pipeline, plan.num_chunks,
             plan.schedule in ("zb-v", "dualpipe-v"), job.stage_layers,
         )  # fmt: skip
         found = self._layouts.get(key)

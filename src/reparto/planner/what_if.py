@@ -22,7 +22,16 @@ from dataclasses import dataclass, field, replace
 from reparto.config.cluster import Cluster
 from reparto.errors import UserError, nearest_word
 
-KEYS = ("remove", "devices", "link", "sequence", "batch", "forbid", "objective")
+NEAREST = {
+    "remove": "remove=node",
+    "devices": "devices=8",
+    "link": "link.network=0.5",
+    "sequence": "sequence=x2",
+    "batch": "batch=x2",
+    "forbid": "forbid=pipeline",
+    "objective": "objective=cost",
+}
+KEYS = tuple(NEAREST)
 _WHERE = "--what-if"
 
 
@@ -99,9 +108,7 @@ def parse_what_if(text: str) -> WhatIf:
                 where=_WHERE,
                 legal="remove=node, devices=N, link.NAME=F, sequence=x2, batch=x2, forbid=AXIS, "
                 "objective=cost",
-                nearest={"link": "link.network=0.5", "remove": "remove=node"}.get(
-                    near, near + "=..."
-                ),
+                nearest=NEAREST[near],
             )
         found = _with(found, part, name, tier, value)
     if found == WhatIf():
