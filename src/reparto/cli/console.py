@@ -82,7 +82,8 @@ class Watcher:
         for line in lines:
             row = json.loads(line)
             self._rows.append(row)
-            self._show(row)
+            if int(row["step"]) > self._done:  # rows of an earlier life have been shown then
+                self._show(row)
 
     def _show(self, row: Mapping[str, object]) -> None:
         recent = self._rows[-20:]
@@ -120,9 +121,11 @@ def cost_lines(result: Mapping[str, float], world_size: int) -> list[str]:
     busy = max(seconds - result["exposed_comm_s"] - result["data_wait_s"], 1e-9)
     here = world_size * seconds / tokens * 1e6
     alone = world_size * busy / tokens * 1e6
+    workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
+    if world_size == 1:
+        return [f"cost: {here:.0f} device-seconds a million tokens on one worker"]
     return [
-        f"cost: {here:.1f} device-seconds a million tokens on {world_size} "
-        f"worker{'s' if world_size > 1 else ''}; one device would take about {alone:.1f} "
-        f"(rank 0's own compute time), so sharing costs {here / alone - 1:+.0%} for "
+        f"cost: {here:.0f} device-seconds a million tokens on {workers}, about {alone:.0f} on one "
+        f"device (rank 0's own compute time): {here / alone - 1:+.0%} for "
         f"{alone / (here / world_size):.2f} times the speed"
     ]

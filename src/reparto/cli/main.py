@@ -324,7 +324,7 @@ _UNBUILT = {
 def _add_unbuilt(name: str, what: str) -> None:
     @app.command(
         name,
-        help=f"{what} (not built yet)",
+        help=f"Not built yet: {what[0].lower()}{what[1:]}",
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         rich_help_panel=None,
     )

@@ -76,7 +76,7 @@ def _show(
     plan: Plan, model_name: str | None, rank: int | None, settings: Sequence[str], json_out: bool
 ) -> None:
     run = read_run(None, settings=settings)
-    model = _model(model_name or run.model.preset)
+    model = _model(model_name) if model_name else run.model.resolved(run.data.vocab_size)
     warnings = check_plan(
         plan,
         model=model,

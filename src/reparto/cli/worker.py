@@ -36,6 +36,7 @@ def main() -> None:
     stop = StopRequest()
     try:
         work(run_dir, start, rank, world_size, stop, store=_shared_store(start))
+        stop.close()
     except BaseException as error:
         last_words(control, rank, error)
         # other threads may wait for peers that are gone: leave without them

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -130,6 +130,7 @@ class Supervisor:
         self._agent = LocalElasticAgent(
             spec, logs, exit_barrier_timeout=5, shutdown_timeout=_GRACE_S
         )
+        self._asked: set[int] = set()
         self._result: RunResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="reparto-agent", daemon=True)
@@ -166,15 +167,18 @@ class Supervisor:
         return found
 
     def ask_to_stop(self) -> None:
-        """Every worker ends its step, saves and leaves."""
-        self._signal(signal.SIGTERM)
+        """Every worker ends its step, saves and leaves. Each is told once, however often called:
+        a second signal could meet an interpreter that is on its way out and has no handler."""
+        fresh = set(self.worker_pids().values()) - self._asked
+        self._asked |= fresh
+        self._signal(fresh, signal.SIGTERM)
 
     def kill(self) -> None:
         """Every worker ends now."""
-        self._signal(signal.SIGKILL)
+        self._signal(self.worker_pids().values(), signal.SIGKILL)
 
-    def _signal(self, which: signal.Signals) -> None:
-        for pid in self.worker_pids().values():
+    def _signal(self, pids: Iterable[int], which: signal.Signals) -> None:
+        for pid in pids:
             try:
                 os.kill(pid, which)
             except ProcessLookupError:

@@ -38,5 +38,10 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
+    def close(self) -> None:
+        """The work is done: a signal must not turn a good end into a bad one any more."""
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_IGN)
+
     def __call__(self) -> bool:
         return self.asked
