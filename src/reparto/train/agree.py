@@ -4,9 +4,9 @@ Every rank puts a few numbers in its row; one collective lays all rows before al
 computes the same decision from the same rows. No rank decides by its own copy of anything, so none
 can skip an update, stop, or save alone.
 
-Collected as an all_gather of 72 bytes a rank rather than an all_reduce: one operation then serves sums,
-minima and maxima at once, sums are made in rank order (the same bits everywhere), and the rows say
-*which* rank is not finite or departs. gloo on one host takes 0.6 ms at 2 ranks either way.
+Collected as an all_gather of 72 bytes a rank rather than an all_reduce: one operation then serves
+sums, minima and maxima at once, sums are made in rank order (the same bits everywhere), and the
+rows say *which* rank is not finite or departs. gloo on one host takes 0.6 ms at 2 ranks either way.
 """
 
 from __future__ import annotations
