@@ -26,6 +26,7 @@ from tests.checkpoint_worlds import (
 
 from reparto.checkpoint.catalog import check, list_checkpoints
 from reparto.checkpoint.exchange import Exchange
+from reparto.checkpoint.files import folder_name
 from reparto.checkpoint.layout import Damaged
 from reparto.checkpoint.load import Found, find_latest, open_checkpoint
 from reparto.checkpoint.save import Saver
@@ -414,3 +415,15 @@ def test_a_course_that_was_left_is_not_taken_for_newer(tmp_path: Path) -> None:
     for step in (300, 350):
         save_alone(root, step, keep=3)
     assert steps_in(root) == ["step-250", "step-300", "step-350"]
+
+
+def test_leftovers_of_this_run_go_with_the_next_save_those_of_others_stay(tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    save_alone(root, 1)
+    ours = root / folder_name(2, "tmp", run=RUN)
+    others = root / folder_name(3, "tmp", run="run-that-is-saving-now")
+    for one in (ours, others, root / folder_name(1, "removed", run=RUN)):
+        one.mkdir()
+        (one / "rank-00000.safetensors").write_bytes(b"x")
+    save_alone(root, 4)
+    assert steps_in(root) == ["step-1", "step-4", others.name]

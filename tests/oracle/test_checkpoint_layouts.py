@@ -346,3 +346,25 @@ def test_convert_refuses_values_that_belong_to_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     convert(old, tmp_path / "b", key=KEY, cut=by_rows(2), plan="data=2", drop_per_rank=True)
     assert find_latest(tmp_path / "b", key=KEY).checkpoint.manifest.per_rank is None
+
+
+# --- values of the run ---------------------------------------------------------------------------
+
+
+def test_values_come_back_equal_tuples_as_lists(tmp_path: Path) -> None:
+    state = {"position": (3, [4, (5,)]), "rate": 1e-300, "big": 2**60, "none": None, "text": "ü\n"}
+    own = snapshot(1, pieces("w", torch.ones(2)), state=state)
+    Saver(tmp_path / "c", run=RUN, key=KEY).save(own)
+    found = open_checkpoint(tmp_path / "c" / "step-1", KEY).manifest.state
+    assert found == {**state, "position": [3, [4, [5]]]}
+
+
+@pytest.mark.parametrize("value", [{1: 2}, float("nan"), float("-inf"), {"a": {2: 1}}, {3}, b"x"])
+@pytest.mark.parametrize("place", ["state", "per_rank"])
+def test_values_that_would_come_back_otherwise_are_refused(
+    value: object, place: str, tmp_path: Path
+) -> None:
+    own = snapshot(1, pieces("w", torch.ones(2)), **{place: {"x": value}})
+    with pytest.raises(SaveFailed, match="checkpoint state"):
+        Saver(tmp_path / "c", run=RUN, key=KEY).save(own)
+    assert list((tmp_path / "c").glob("*")) == []

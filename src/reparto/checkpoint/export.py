@@ -32,7 +32,6 @@ from reparto.checkpoint.files import (
     write_file,
 )
 from reparto.checkpoint.layout import MOMENTS, Damaged, moment_name
-from reparto.checkpoint.stored import Checkpoint
 from reparto.checkpoint.rewrite import Cut, Source, by_rows, write_checkpoint
 from reparto.checkpoint.shards import (
     Block,
@@ -43,6 +42,7 @@ from reparto.checkpoint.shards import (
     read_box,
     read_header,
 )
+from reparto.checkpoint.stored import Checkpoint
 from reparto.errors import UserError, nearest_word
 from reparto.partition.tensors import Rectangle
 from reparto.units import DTYPE_BYTES

@@ -23,6 +23,7 @@ from reparto.checkpoint.files import (
     folder_name,
     identities,
     remove_folder,
+    run_tag,
     step_folders,
     sync_folder,
 )
@@ -50,7 +51,7 @@ class Retention:
                 continue
             if folder.step > step and not self._is_ours(folder):
                 continue
-            os.rename(folder.path, self._root / folder_name(folder.step, "replaced"))
+            os.rename(folder.path, self._root / folder_name(folder.step, "replaced", run=self._run))
 
     def apply(self, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """After `step-N` was published: `(names deleted, notes on what was left alone)`.
@@ -85,7 +86,7 @@ class Retention:
             else:
                 self._delete(folder, deleted)
         for folder in folders:  # leftovers of saves and deletions that were cut off
-            if folder.kind in ("tmp", "removed"):
+            if folder.kind in ("tmp", "removed") and folder.maker == run_tag(self._run):
                 self._delete(folder, deleted)
 
     def _is_ours(self, folder: StepFolder) -> bool:
@@ -127,7 +128,7 @@ class Retention:
         """Rename first, so that a deletion that is cut off never looks like a damaged one."""
         path = folder.path
         if folder.kind in ("published", "replaced"):
-            path = self._root / folder_name(folder.step, "removed")
+            path = self._root / folder_name(folder.step, "removed", run=self._run)
             os.rename(folder.path, path)
             sync_folder(self._root)
         remove_folder(path)

@@ -28,9 +28,9 @@ from reparto.checkpoint.files import (
     write_file,
 )
 from reparto.checkpoint.layout import Parent, file_of_rank, piece_key
-from reparto.checkpoint.stored import Checkpoint
 from reparto.checkpoint.shards import element_bytes, header_bytes, lay_out
 from reparto.checkpoint.share import writes
+from reparto.checkpoint.stored import Checkpoint
 from reparto.errors import UserError
 from reparto.partition.grid import Grid
 from reparto.partition.tensors import Rectangle, Table, shard_rows
@@ -158,7 +158,7 @@ def write_checkpoint(
         raise UserError("is there already", where=str(final), nearest="choose another folder")
     make_private_folder(root, exist_ok=True)
     _refuse_small_disk(root, sources)
-    folder = root / folder_name(step, "tmp")
+    folder = root / folder_name(step, "tmp", run=run)
     make_private_folder(folder)
     try:
         files, tensors = _write_files(folder, sources, cut, {"run": run, "step": str(step)})

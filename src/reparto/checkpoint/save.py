@@ -128,7 +128,7 @@ class Saver:
 
     def _begin(self, part: Contribution) -> Path:
         """Agree that this save may start; the folder to write in."""
-        folder = self.root / folder_name(part.step, "tmp")
+        folder = self.root / folder_name(part.step, "tmp", run=self.run)
 
         def prepare() -> Row:
             part.refuse_faults()

@@ -7,7 +7,7 @@ all the same thing.
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,9 +97,11 @@ class Contribution:
         return cls(
             step=snapshot.step,
             plan=snapshot.plan,
-            state=copy.deepcopy(dict(snapshot.state)),
+            state={key: _copied(value) for key, value in snapshot.state.items()},
             aliases=dict(snapshot.aliases),
-            per_rank=None if snapshot.per_rank is None else copy.deepcopy(dict(snapshot.per_rank)),
+            per_rank=None
+            if snapshot.per_rank is None
+            else {key: _copied(value) for key, value in snapshot.per_rank.items()},
             parent=snapshot.parent,
             pieces=tuple(full),
             blocks=tuple(blocks),
@@ -115,8 +117,13 @@ class Contribution:
         """`UserError` for what this rank can see before anything is written."""
         if self.fault:
             raise UserError(self.fault)
-        layout.canonical(self.state)
-        layout.canonical(self.per_rank)
+        for value in (self.state, self.per_rank):
+            if json.loads(layout.canonical(value)) != value:
+                raise UserError(
+                    "holds a key that is not text, and would not come back equal",
+                    where="checkpoint state",
+                    legal="dicts with text keys",
+                )
 
     def rows(self) -> list[JsonValue]:
         """`[name, shape, dtype, start, size]` of each piece, for the manifest."""
@@ -146,6 +153,15 @@ class Contribution:
             place = buffer[block.offset : block.offset + block.num_bytes]
             place.view(piece.tensor.dtype).view(block.shape).copy_(piece.tensor)
         return replace(self, buffer=buffer, pieces=self.pieces)
+
+
+def _copied(value: JsonValue | tuple[JsonValue, ...]) -> JsonValue:
+    """A copy that later changes do not reach; tuples become the lists that JSON makes of them."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(inner) for inner in value]
+    return value
 
 
 def _fault_of(pieces: Sequence[Piece]) -> str:
