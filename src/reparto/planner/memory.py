@@ -154,6 +154,8 @@ def live_chunks(schedule: str, p: int, m: int, v: int, rank: int) -> float:
         return float(v)
     if schedule == "interleaved":
         return float(min(m * v, (v - 1) * p + 2 * (p - rank - 1) + 1))
+    if schedule == "zb-h1":
+        return float(min(m, p))  # a deferred weight gradient keeps its activation on every rank
     if schedule == "zb-v":
         return float(min(m * v, 2 * p))
     if schedule == "dualpipe-v":
@@ -181,7 +183,7 @@ def _states(job: Job, parameters: tuple[float, float], layers: int) -> dict[str,
         }
     split = plan.shard != "none"
     # a 16-bit gradient is cast for the update, or stands beside the 32-bit one it is added to
-    if not job.software.fused_accumulation and gradient < 4:
+    if split and not job.software.fused_accumulation and gradient < 4:
         master += 4
     beside = width if job.software.plain_kernels and gradient == 4 and width < 4 else 0
     owned = cut if split else whole

@@ -329,7 +329,11 @@ class _Search:
         """The bound in the objective's unit. For memory it is the fully sharded least."""
         if self.objective == "memory":
             return least_bytes(group.job)
-        return group.bound_s * (IDLE_POWER if self.objective == "energy" else 1.0)
+        if self.objective == "energy":
+            cluster = group.job.cluster
+            watts = cluster.accelerator.power_w * cluster.count
+            return IDLE_POWER * group.bound_s * watts / 3.6e6
+        return group.bound_s
 
     def _limit(self) -> float:
         return -self.best[0][0] if len(self.best) >= self.keep else float("inf")
