@@ -46,13 +46,13 @@ class Table:
         causes = generator.normal(0, 1, (rows, CAUSES))
         values = np.tanh(causes @ bend + shift) + 0.3 * np.sin(2 * causes @ bend[:, ::-1])
         values += generator.normal(0, 0.05, values.shape)
-        mean, deviation = values.mean(0), values.std(0)
+        mean, deviation, clean = values.mean(0), values.std(0), values.copy()
         self.kinds = generator.choice(3, rows, p=(1 - odd, odd / 2, odd / 2))
         for row in np.flatnonzero(self.kinds == 1):
             values[row, generator.integers(SENSORS)] += generator.choice((-1, 1)) * 4
         for row in np.flatnonzero(self.kinds == 2):
             columns = generator.choice(SENSORS, 3, replace=False)
-            values[row, columns] = values[generator.integers(rows), columns]
+            values[row, columns] = clean[generator.integers(rows), columns]
         self.values: Rows = ((values - mean) / deviation).astype(np.float32)
 
     def __len__(self) -> int:

