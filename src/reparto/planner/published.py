@@ -93,7 +93,9 @@ def run_of(row: Row) -> Run:
         re.search(r"\boom\b|out[- ]of[- ]memory", words)
     )
     memory = number(row.get("measured_mem_gb", ""))
-    reserved = any(word in words for word in ("nvidia-smi", "snapshot", "max_reserved"))
+    reserved = any(
+        word in words for word in ("nvidia-smi", "snapshot", "max_reserved", "last node")
+    )
     binary = "gib" in words
     return Run(
         id=row["id"],
