@@ -301,7 +301,7 @@ def test_the_supervisor_uses_the_elastic_agent_and_a_file_store_and_nothing_else
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dist"
     }
-    assert used <= {"FileStore"}
+    assert used <= {"FileStore", "PrefixStore"}
 
 
 def torch_free(module: str) -> bool:
@@ -519,8 +519,8 @@ PUBLIC = {"CheckFailed", "Fault", "ModelConfig", "Parallel", "Plan", "Run", "Ses
 VERBS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         ("run_file",),
-        ("--accept-change", "--json", "--plan", "--resume", "--run-dir", "--set", "--steps",
-         "--stop-after"),
+        ("--accept-change", "--json", "--node-rank", "--nodes", "--plan", "--rendezvous",
+         "--resume", "--run-dir", "--set", "--steps", "--stop-after"),
     ),
     "verify": (
         ("run_file",),
