@@ -67,6 +67,16 @@ def test_anomaly_detector(tmp_path: Path) -> None:
     assert load_file(tmp_path / "weights.safetensors")["0.0.weight"].shape == (64, 12)
 
 
+@pytest.mark.slow
+def test_fine_tune(tmp_path: Path, cache_home: Path) -> None:
+    """64 steps on the library, then 8 on pairs: the exported weights are the better start."""
+    out = run("fine_tune", "--steps", "64", "--folder", "tuned", cwd=tmp_path)
+    losses = [float(one) for one in re.findall(r"weights +(\d\.\d{3})$", out, re.MULTILINE)]
+    assert len(losses) == 2 and losses[0] < losses[1] - 0.1
+    names = sorted(one.name for one in (tmp_path / "tuned" / "weights").iterdir())
+    assert names[:2] == ["config.json", "model.safetensors"] and "tokenizer.json" in names
+
+
 detector = module("anomaly_detector")
 
 

@@ -116,8 +116,8 @@ class Session:
     ) -> ModuleTrainer[SampleT, BatchT]:
         """Share a module out and make everything that trains it. Every rank calls it alike.
 
-        build        makes the module; called once on every rank after `torch.manual_seed(seed)`,
-                     and its weights must come out equal everywhere
+        build        makes the module; called once on every rank with torch's generator started
+                     from `seed`, and its weights must come out equal everywhere
         loss         (module, batch) -> (sum of losses, how many were summed)
         dataset      `len(dataset)` and `dataset[i]`, the same at every call
         steps        length of the training, for which learning rates are made
