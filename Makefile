@@ -27,15 +27,15 @@ demo: $(READY)
 	$(BIN)/reparto train
 
 lint: $(READY_DEV)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples docs
+	$(BIN)/ruff format --check src tests examples docs
 	$(BIN)/mypy
 
 test: lint $(READY_DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
