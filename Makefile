@@ -27,8 +27,8 @@ demo: $(READY)
 	$(BIN)/reparto train
 
 lint: $(READY_DEV)
-	$(BIN)/ruff check src tests examples docs
-	$(BIN)/ruff format --check src tests examples docs
+	$(BIN)/ruff check src tests examples docs/pictures
+	$(BIN)/ruff format --check src tests examples docs/pictures
 	$(BIN)/mypy
 
 test: lint $(READY_DEV)
