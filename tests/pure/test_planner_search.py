@@ -10,12 +10,13 @@ import pytest
 from reparto.config.cluster import Cluster
 from reparto.config.plan import Plan
 from reparto.errors import UserError
+from reparto.planner.answer import PlanSearch, Ranked
 from reparto.planner.constants import shipped
 from reparto.planner.goodput import daly_s, goodput, lost_share, young_s
 from reparto.planner.hardware import load_cluster
 from reparto.planner.model_spec import ModelSpec, load_model
 from reparto.planner.render import memory_bars, plan_table, rejected_table, timeline_svg
-from reparto.planner.search import PlanSearch, Ranked, plan_search
+from reparto.planner.search import plan_search
 from reparto.planner.step import Predictor
 from reparto.planner.what_if import WhatIf, parse_what_if
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from reparto.cli.console import console
 from reparto.config.cluster import Cluster
 from reparto.errors import UserError
+from reparto.planner.answer import Objective, PlanSearch
 from reparto.planner.constants import shipped
 from reparto.planner.goodput import checkpoint_seconds, goodput
 from reparto.planner.hardware import load_cluster
@@ -27,7 +28,7 @@ from reparto.planner.render import (
     timeline_svg,
     validation_table,
 )
-from reparto.planner.search import Objective, PlanSearch, plan_search
+from reparto.planner.search import plan_search
 from reparto.planner.step import Predictor
 from reparto.planner.validate import validate
 from reparto.planner.what_if import WhatIf, parse_what_if

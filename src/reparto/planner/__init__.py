@@ -8,10 +8,13 @@
 | `links` | which tier a group crosses, seconds of a collective |
 | `kernels` | seconds of a matmul, an attention kernel, a pass over memory |
 | `cost` | seconds of one layer and of the ends of the model: F, B and W apart |
+| `job`, `stages` | what is asked; which layers stand where |
 | `step` | one plan's whole step from those parts |
 | `memory` | bytes of one rank, item by item |
 | `simulate` | the timeline, action by action |
-| `search` | all plans of a cluster, ranked, each other one with its reason |
+| `candidates` | every legal plan, in groups that share what is decided early |
+| `search`, `answer` | all plans of a cluster, ranked, each other one with its reason |
+| `interval` | how far a prediction may be off |
 | `what_if` | the same question with one thing changed |
 | `goodput` | failures, checkpoint interval, time and cost of a whole run |
 | `published`, `validate`, `calibrate` | published runs: read, scored, fitted |

@@ -9,9 +9,9 @@ from itertools import pairwise
 from rich.table import Table
 from rich.text import Text
 
+from reparto.planner.answer import PlanSearch, Ranked, describe
 from reparto.planner.job import Job
 from reparto.planner.memory import Memory, reserved_bytes, usable_bytes
-from reparto.planner.search import PlanSearch, Ranked, describe
 from reparto.planner.simulate import simulate_step
 from reparto.planner.step import Predictor
 from reparto.schedule.svg import Language, draw_svg
