@@ -70,17 +70,23 @@ _TIMEOUT_S = 300.0
 
 
 def bench_checkpoint(
-    model: str, rounds: int, tell: Callable[[str], None], *, folder: Path | None = None
+    model: str,
+    rounds: int,
+    tell: Callable[[str], None],
+    *,
+    steps: int = STEPS,
+    folder: Path | None = None,
 ) -> dict[str, object]:
     """Run two workers and weigh what they measured.
 
+    steps   optimizer steps with and without a save that are compared
     folder  where checkpoints are written: choose the disk that is meant; the temporary folder else
     """
     if model not in SIZES:
         raise UserError(f"`{model}` has no workload", where="--model", legal=", ".join(SIZES))
     place = Path(tempfile.mkdtemp(prefix="reparto-bench-", dir=folder))
     try:
-        seconds, num_bytes = _measure(place, model, rounds, tell)
+        seconds, num_bytes = _measure(place, model, rounds, steps, tell)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     sequences, length = SIZES[model]
@@ -101,7 +107,7 @@ def bench_checkpoint(
         },
         "aa": each(lambda row: row["steps_again"] / row["steps"]),
         "workload": f"{num_parameters(preset(model))} parameters with both moments in float32, "
-        f"{num_bytes} bytes a checkpoint, 2 workers of one thread under {PLAN}, {STEPS} steps of "
+        f"{num_bytes} bytes a checkpoint, 2 workers of one thread under {PLAN}, {steps} steps of "
         f"{sequences} sequences of {length} tokens a worker",
         "figures": {
             "seconds": {name: quartiles(values)["median"] for name, values in seconds.items()},
@@ -119,12 +125,14 @@ def bench_checkpoint(
 
 
 def _measure(
-    folder: Path, model: str, rounds: int, tell: Callable[[str], None]
+    folder: Path, model: str, rounds: int, steps: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], int]:
     """Part -> seconds in every round, as rank 0 saw them; and bytes of one checkpoint."""
     for name in ("control", "logs", "out"):
         (folder / name).mkdir(mode=0o700)
-    question = {"model": model, "rounds": rounds, "supervisor_pid": os.getpid()}
+    question = {
+        "model": model, "rounds": rounds, "steps": steps, "supervisor_pid": os.getpid(),
+    }  # fmt: skip
     (folder / "question.json").write_text(json.dumps(question))
     supervisor = Supervisor(
         folder,
@@ -207,8 +215,8 @@ class Subject:
 class Parts:
     """The parts of a round; each is timed between barriers by the caller."""
 
-    def __init__(self, subject: Subject, mesh: Mesh, out: Path) -> None:
-        self._subject, self._mesh, self._out = subject, mesh, out
+    def __init__(self, subject: Subject, mesh: Mesh, out: Path, *, steps: int) -> None:
+        self._subject, self._mesh, self._out, self._count = subject, mesh, out, steps
         key = bytes(32)
         self._saver = Saver(
             out / "ours", run="bench", key=key, rank=mesh.rank, keep=1,
@@ -236,7 +244,7 @@ class Parts:
         }
 
     def _steps(self, *, save: bool) -> None:
-        for number in range(STEPS):
+        for number in range(self._count):
             self._subject.step()
             if save and number == 0:
                 self._background.save(self._next())
@@ -333,7 +341,7 @@ def main() -> None:
         )
         subject = Subject(workload, mesh, plan)
         subject.step()
-        parts = Parts(subject, mesh, folder / "out")
+        parts = Parts(subject, mesh, folder / "out", steps=int(question["steps"]))
         seconds = rounds_of(parts.all(), rounds=int(question["rounds"]), tell=tell)
         if rank == 0:
             num_bytes = 3 * 4 * num_parameters(workload.config)
