@@ -23,12 +23,13 @@ from reparto.comm.mesh import Mesh, fake_mesh, single_mesh
 from reparto.config.model import ModelConfig, decays
 from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
-from reparto.model.loss import cross_entropy_sum
+from reparto.model.chain import Chain, Tokens, decoder_chain
 from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply, dtype_name
+from reparto.partition.activations import Flow, activation_messages, decoder_flow
 from reparto.partition.grid import Grid
+from reparto.partition.place import held_messages
 from reparto.partition.tensors import Placement
-from reparto.partition.volume import reduction_messages
 from reparto.trace import Kind, Record, Ring
 from reparto.train.step import StepResult, Trainer
 
@@ -74,6 +75,7 @@ class Toy:
     loss: Callable[..., tuple[Tensor, Tensor]]
     "(module, microbatch) -> (sum, count)"
     decays: Callable[[str], bool] = lambda name: True
+    rules: Mapping[str, str] | None = None
 
 
 def train_toy(
@@ -85,10 +87,14 @@ def train_toy(
     compute: torch.dtype = torch.float64,
     master: torch.dtype = torch.float64,
     synchronize: Synchronize | None = None,
+    by_rank: Callable[[int, int], list[object]] | None = None,
 ) -> list[Outcome]:
-    """Steps of a toy on every rank; `batches(batch index of the rank, step)` are microbatches."""
+    """Steps of a toy on every rank; `batches(batch index of the rank, step)` are microbatches.
 
-    def build(mesh: Mesh, parsed: Plan) -> tuple[Parallel, list[str]]:
+    `by_rank(rank, step)` is for faults that need ranks of one tensor group to see different things.
+    """
+
+    def build(mesh: Mesh, parsed: Plan) -> Built:
         model = toy.make()
         names = [name for name, _ in model.named_parameters()]
         parallel = apply(
@@ -96,32 +102,45 @@ def train_toy(
             mesh=mesh,
             plan=parsed,
             blocks=toy.blocks(model),
+            rules=toy.rules,
             initial=lambda name: toy.initial[name].to(master),
             decays=toy.decays,
             compute=compute,
             master=master,
         )
-        return parallel, names
+        return Built(parallel=parallel, names=names, loss=toy.loss)
 
     return _run(
         plan,
         build,
-        toy.loss,
         batches,
         steps=steps,
         synchronize=synchronize or Synchronize(learning_rate=1e-2, warmup_steps=0),
+        by_rank=by_rank,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model on one rank."""
+
+    parallel: Parallel
+    names: list[str]
+    "parameters that are compared"
+    loss: Callable[..., tuple[Tensor, Tensor]] | None = None
+    chain: Chain[object] | None = None
 
 
 def _run(
     text: str,
-    build: Callable[[Mesh, Plan], tuple[Parallel, list[str]]],
-    loss: Callable[..., tuple[Tensor, Tensor]],
+    build: Callable[[Mesh, Plan], Built],
     batches: Callable[[int, int], list[object]],
     *,
     steps: int,
     synchronize: Synchronize,
     total_steps: int = 10,
+    flow: Callable[[Plan], Flow] | None = None,
+    by_rank: Callable[[int, int], list[object]] | None = None,
 ) -> list[Outcome]:
     plan = Plan.parse(text)
     grid = Grid.of(plan)
@@ -130,15 +149,18 @@ def _run(
     def work(rank: int, world: FakeWorld | None) -> None:
         ring = Ring(None, rank=rank, capacity=16384)
         mesh = fake_mesh(grid, rank, world=world, ring=ring) if world else single_mesh(ring=ring)
-        parallel, names = build(mesh, plan)
+        built = build(mesh, plan)
+        parallel = built.parallel
         trainer: Trainer[object] = Trainer(
-            parallel, loss=loss, synchronize=synchronize, steps=total_steps
+            parallel, chain=built.chain, loss=built.loss, synchronize=synchronize, steps=total_steps
         )
         seen = outcomes[rank]
         for step in range(1, steps + 1):
-            _one_step(trainer, names, batches(grid.batch_index(rank), step), step, seen)
+            given = by_rank(rank, step) if by_rank else batches(grid.batch_index(rank), step)
+            _one_step(trainer, built.names, given, step, seen)
         seen.records = ring.records()
-        seen.seen, seen.expected = _recorded(seen.records, steps), _expected(parallel)
+        seen.seen = _recorded(seen.records, steps)
+        seen.expected = _expected(parallel, flow(plan) if flow else None)
         state, optimizer = parallel.expected_state(), trainer.optimizer
         weights, gradients = parallel.strategy.state_bytes()
         seen.state = (weights, gradients, optimizer.state_bytes() if optimizer else 0)
@@ -186,15 +208,17 @@ def _recorded(records: Sequence[Record], step: int) -> Bytes:
     return found
 
 
-def _expected(parallel: Parallel) -> Bytes:
+def _expected(parallel: Parallel, flow: Flow | None) -> Bytes:
     found: Bytes = {}
-    for one in reduction_messages(
-        parallel.layouts,
-        plan=parallel.plan,
-        compute_dtype=dtype_name(parallel.compute),
-        master_dtype=dtype_name(parallel.master),
-        kept=parallel.kept,
-    ):
+    plan = parallel.plan
+    types = {
+        "compute_dtype": dtype_name(parallel.compute),
+        "master_dtype": dtype_name(parallel.master),
+    }
+    messages = held_messages(parallel.holding, plan, **types)
+    if flow is not None:
+        messages += activation_messages(flow, plan, parallel.holding, **types)
+    for one in messages:
         key = (one.what, one.operation.upper())
         count, total = found.get(key, (0, 0))
         found[key] = (count + one.count, total + one.total_payload_bytes)
@@ -258,17 +282,26 @@ def train_decoder(case: Case, plan: str) -> list[Outcome]:
     config, (ids_NS, labels_NS) = case.config, case.batch()
     parsed = Plan.parse(plan)
 
-    def build(mesh: Mesh, plan: Plan) -> tuple[Parallel, list[str]]:
+    def build(mesh: Mesh, plan: Plan) -> Built:
         model = Decoder(config)
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         for name, one in model.named_parameters():
             if case.frozen and name.startswith(case.frozen):
                 one.requires_grad_(False)
+        chain: Chain[object] = decoder_chain(
+            model,
+            read=_tokens,
+            dtype=case.compute,
+            sequence_length=case.length,
+            label_smoothing=case.label_smoothing,
+        )
         parallel = apply(
             model,
             mesh=mesh,
             plan=plan,
-            blocks=model.blocks(),
+            blocks=chain.blocks,
+            rules=chain.rules,
+            costs=chain.costs,
             initial=lambda name: initial_tensor(
                 name, shapes[name], seed=1, config=config, dtype=case.master
             ),
@@ -277,19 +310,26 @@ def train_decoder(case: Case, plan: str) -> list[Outcome]:
             master=case.master,
         )
         trained = [name for name in shapes if not (case.frozen and name.startswith(case.frozen))]
-        return parallel, trained
+        return Built(parallel=parallel, names=trained, chain=chain)
 
     def batches(index: int, step: int) -> list[object]:
         mine = list(range(case.sequences))[index :: parsed.data]
         each = [mine[j :: parsed.num_microbatches] for j in range(parsed.num_microbatches)]
         return [(ids_NS[rows], labels_NS[rows], torch.tensor(rows)) for rows in each]
 
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        logits_BSV = model(batch[0], sample_ids_B=batch[2])
-        return cross_entropy_sum(logits_BSV, batch[1], label_smoothing=case.label_smoothing)
-
     synchronize = Synchronize(learning_rate=1e-2, warmup_steps=0, clip_norm=case.clip_norm)
-    return _run(plan, build, loss, batches, steps=case.steps, synchronize=synchronize)
+
+    def flow(plan: Plan) -> Flow:
+        parts = plan.data * plan.num_microbatches
+        tokens = case.sequences * case.length // parts
+        return decoder_flow(config, tokens=tokens, label_smoothing=case.label_smoothing)
+
+    return _run(plan, build, batches, steps=case.steps, synchronize=synchronize, flow=flow)
+
+
+def _tokens(batch: object) -> Tokens:
+    assert isinstance(batch, tuple)
+    return Tokens(input_ids_BS=batch[0], labels_BS=batch[1], sample_ids_B=batch[2])
 
 
 @lru_cache(maxsize=32)

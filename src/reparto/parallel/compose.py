@@ -1,8 +1,12 @@
 """All strategies put together: the one file that sees them all. Line order is composition order.
 
-    1 table         every parameter whole on every rank: names, shapes, decay, ties
-    2 recompute     wraps forward of blocks, inside the hooks, so that weights are gathered first
-    3 data or zero  gives parameters their memory: last, because it cuts what the others left
+    1 holding       who holds what, by arithmetic: tensor cuts matrices, the pipeline takes blocks,
+                    sharding cuts the rows of what is left (`partition/place.py`)
+    2 tensor        hooks on whole modules, while every module is still there
+    3 pipeline      takes away the parameters of blocks that are elsewhere
+    4 recompute     wraps forward of blocks, so that it runs again what stands above, messages too
+    5 data or zero  gives parameters their memory and watches their gradients: last, because it cuts
+                    what the others left, and first to gather, because its hooks are outermost
 
 Each line needs what stands above it and nothing below.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +25,22 @@ from torch.utils.checkpoint import checkpoint
 from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
 from reparto.errors import UserError
-from reparto.parallel import data, zero
-from reparto.parallel.flat import aliases, block_parameters, unique_parameters
-from reparto.partition.flat import FlatLayout, flat_layout
-from reparto.partition.grid import AXES
-from reparto.partition.tensors import Placement, initial_table
-from reparto.partition.volume import StateBytes, state_bytes, unit_layouts
+from reparto.model.chain import Chain, TokenLoss, plain_token_loss
+from reparto.parallel import data, pipeline, tensor, vocab_loss, zero
+from reparto.parallel.flat import aliases, put_parameters, unique_parameters
+from reparto.parallel.gradients import WeightGradients
+from reparto.parallel.joined import Joined, cut_local
+from reparto.partition.cuts import Style, match_rules
+from reparto.partition.flat import FlatLayout
+from reparto.partition.place import Chunk, Holding, ModelMap, held_state, holding
+from reparto.partition.tensors import Placement
+from reparto.partition.volume import StateBytes
+from reparto.schedule.actions import Schedule
+from reparto.schedule.generate import generate
+from reparto.schedule.lower import lower
+
+Batch = TypeVar("Batch")
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +48,58 @@ class Parallel:
     """A model with all strategies applied, as one rank holds it."""
 
     model: nn.Module
-    "the module to call; parameters are this rank's"
-    strategy: data.Buckets | zero.Zero
-    "reduces gradients, and owns the memory of weights and gradients"
+    "the module; parameters are this rank's. Callable as a whole only without a pipeline"
+    strategy: Joined
+    "owns the memory of weights and gradients"
     table: Mapping[str, Placement]
     "what this rank owns of every parameter"
-    layouts: tuple[FlatLayout, ...]
-    "flat memory of the trainable parameters, in model order"
-    kept: tuple[bool, ...]
-    "per layout: whether backward starts with its weights as forward left them"
+    holding: Holding
+    "the same before and after each cut, and the chunks of this rank"
     mesh: Mesh
     plan: Plan
     compute: torch.dtype
     master: torch.dtype
+    device: torch.device
+    parts: Mapping[int, data.Buckets | zero.Zero]
+    "virtual stage of this rank -> the strategy that owns its weights"
+    weight_gradients: WeightGradients
+    "the queue between B and W"
+    vocabulary_cut: tuple[int, int] | None
+    "(first word of this rank, size of the whole vocabulary) where logits are cut, else None"
+
+    @property
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """Flat memory of this rank's trainable parameters, in model order."""
+        return self.holding.layouts
+
+    @property
+    def kept(self) -> tuple[bool, ...]:
+        """Per layout: whether backward starts with its weights as forward left them."""
+        return self.holding.kept
 
     def expected_state(self) -> StateBytes:
-        """What `partition/volume.py` says this rank holds."""
-        return state_bytes(
-            self.layouts,
-            plan=self.plan,
+        """What arithmetic says this rank holds."""
+        return held_state(
+            self.holding,
+            self.plan,
             compute_dtype=dtype_name(self.compute),
             master_dtype=dtype_name(self.master),
+        )
+
+    def token_loss(self, label_smoothing: float = 0.0) -> TokenLoss:
+        """Cross-entropy of single tokens for the logits that this model returns.
+
+        Every rank of a tensor group must call it; each gets the losses of all tokens.
+        """
+        if self.vocabulary_cut is None:
+            return plain_token_loss(label_smoothing)
+        first, size = self.vocabulary_cut
+        return partial(
+            vocab_loss.cross_entropy_tokens,
+            group=self.mesh.group("tensor"),
+            first_word=first,
+            vocabulary=size,
+            label_smoothing=label_smoothing,
         )
 
 
@@ -62,64 +108,254 @@ def apply(
     *,
     mesh: Mesh,
     plan: Plan,
-    blocks: Sequence[nn.Module],
     initial: Callable[[str], Tensor],
     decays: Callable[[str], bool],
+    blocks: Sequence[nn.Module] | None = None,
+    rules: Mapping[str, str] | None = None,
+    costs: Sequence[float] | None = None,
     compute: torch.dtype = torch.float32,
     master: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Parallel:
-    """Share `model` out over `mesh` by `plan`.
+    """Share `model` out over `mesh` by `plan`. Its parameters may be on `meta`.
 
-    blocks   modules that forward calls one after another
-    initial  global name -> whole initial tensor
+    blocks   modules that forward calls one after another; default: the whole model
+    rules    module path pattern -> style, for tensor parallelism (`partition/cuts.py`)
+    costs    relative compute of each block, by which a pipeline is cut; default: all alike
+    initial  global name -> whole initial tensor; asked only for what this rank holds a part of
     decays   global name -> whether weight decay applies
+
+    A `Chain` has blocks, rules and costs. Raises `UserError` for what the model cannot do.
     """
     refuse_unbuilt(plan)
     device = device or torch.device("cpu")
-    shapes = {name: tuple(one.shape) for name, one in unique_parameters(model).items()}
-    frozen = {name for name, one in unique_parameters(model).items() if not one.requires_grad}
-    table = initial_table(
-        shapes, decays={name: decays(name) for name in shapes}, frozen=frozen, axes=AXES
-    )
-    by_block = block_parameters(model, list(blocks))
-    trainable = [{name: shapes[name] for name in block if name not in frozen} for block in by_block]
-    layouts = unit_layouts(trainable, plan=plan, gradient_bytes=master.itemsize)
-    last = set(_names_of(model, blocks[-1]))
-    kept = tuple(any(slot.name in last for slot in one.slots) for one in layouts)
+    blocks = list(blocks) if blocks is not None else [model]
+    world = model_map(model, blocks, decays=decays, rules=rules, costs=costs)
+    held = holding(world, plan, mesh.rank, gradient_bytes=master.itemsize)
+    styles = match_rules(rules, world.paths or ()) if rules is not None else {}
 
-    _recompute(blocks, plan.recompute)
-
-    strategy: data.Buckets | zero.Zero
-    if plan.shard == "none":
-        table = data.place(table)
-        strategy = data.Buckets(
-            model, layouts=layouts, mesh=mesh, plan=plan, table=table, initial=initial,
-            compute=compute, master=master, device=device,
+    split = plan.pipeline > 1 and not schedule_of(plan).fuse_backward
+    weight_gradients = WeightGradients(enabled=split)
+    if plan.tensor > 1:
+        tensor.apply(
+            model, styles=styles, table=held.tensor_held, group=mesh.group("tensor"),
+            sequence_parallel=plan.sequence_parallel, weight_gradients=weight_gradients,
         )  # fmt: skip
-    else:
-        table = zero.place(table, plan, shard=mesh.group("shard").index)
-        frozen_layouts = [
-            flat_layout({name: shapes[name] for name in block if name in frozen},
-                        num_shards=plan.num_shards)
-            for block in by_block if frozen & block.keys()
-        ]  # fmt: skip
-        strategy = zero.Zero(
-            model, units=layouts, frozen_units=frozen_layouts, blocks=blocks, mesh=mesh, plan=plan,
-            table=table, initial=initial, compute=compute, master=master, device=device,
-        )  # fmt: skip
+    elif split:
+        tensor.defer_linears(model, styles, weight_gradients)
 
-    for alias, name in aliases(model).items():
-        table[alias] = table[name].with_(name=alias, tied_to=name)
+    mine = {chunk.pipeline_stage: blocks_of(chunk, blocks) for chunk in held.chunks}
+    if plan.pipeline > 1:
+        pipeline.keep_only(model, [block for chunk in mine.values() for block in chunk])
+
+    _recompute([block for chunk in mine.values() for block in chunk], plan.recompute)
+
+    def local_initial(name: str) -> Tensor:
+        stored = world.stored(name)
+        return cut_local(initial(stored), held.tensor_held[stored].held)
+
+    parts = {
+        chunk.pipeline_stage: _strategy(
+            chunk, mesh=mesh, plan=plan, table=held.table, initial=local_initial,
+            compute=compute, master=master, device=device, several=len(held.chunks) > 1,
+        )
+        for chunk in held.chunks
+    }  # fmt: skip
+    keeper = {name: parts[chunk.pipeline_stage] for chunk in held.chunks for name in chunk.names}
+    put_parameters(model, lambda name, old: keeper[name].memory(name))
+    for chunk in held.chunks:
+        uses = {name: 1 + sum(name in other.borrows for other in held.chunks)
+                for name in chunk.names}  # fmt: skip
+        parts[chunk.pipeline_stage].attach(
+            model, mine[chunk.pipeline_stage], uses=uses, deferred=weight_gradients
+        )
     return Parallel(
-        model=model, strategy=strategy, table=table, layouts=tuple(layouts), kept=kept,
-        mesh=mesh, plan=plan, compute=compute, master=master,
+        model=model,
+        strategy=Joined(
+            parts, names={chunk.pipeline_stage: chunk.names for chunk in held.chunks},
+            held=held, stored=world.stored, mesh=mesh, master=master,
+        ),
+        table=held.table, holding=held, mesh=mesh, plan=plan, compute=compute, master=master,
+        device=device, parts=parts, weight_gradients=weight_gradients,
+        vocabulary_cut=_vocabulary_cut(world, styles, held, plan),
     )  # fmt: skip
 
 
-def _names_of(model: nn.Module, block: nn.Module) -> list[str]:
-    names = {id(one): name for name, one in unique_parameters(model).items()}
-    return [names[id(one)] for one in block.parameters()]
+def model_map(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    decays: Callable[[str], bool],
+    rules: Mapping[str, str] | None = None,
+    costs: Sequence[float] | None = None,
+) -> ModelMap:
+    """The model as arithmetic sees it: names, shapes, ties, blocks."""
+    unique = unique_parameters(model)
+    where = {
+        (id(module), attribute): f"{path}.{attribute}" if path else attribute
+        for path, module in model.named_modules()
+        for attribute, one in module._parameters.items()
+        if one is not None
+    }
+    return ModelMap(
+        shapes={name: tuple(one.shape) for name, one in unique.items()},
+        aliases=aliases(model),
+        blocks=[
+            [
+                where[id(module), attribute]
+                for module in block.modules()
+                for attribute, one in module._parameters.items()
+                if one is not None
+            ]
+            for block in blocks
+        ],
+        decays={name: decays(name) for name in unique},
+        frozen=frozenset(name for name, one in unique.items() if not one.requires_grad),
+        rules=rules,
+        paths=[path for path, _ in model.named_modules() if path],
+        costs=costs or None,
+    )
+
+
+def blocks_of(chunk: Chunk, blocks: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """The modules of a chunk."""
+    return blocks[chunk.first_block : chunk.first_block + chunk.num_blocks]
+
+
+def _strategy(
+    chunk: Chunk,
+    *,
+    mesh: Mesh,
+    plan: Plan,
+    table: Mapping[str, Placement],
+    initial: Callable[[str], Tensor],
+    compute: torch.dtype,
+    master: torch.dtype,
+    device: torch.device,
+    several: bool,
+) -> data.Buckets | zero.Zero:
+    label = f"{chunk.pipeline_stage}:" if several else ""
+    if plan.shard == "none":
+        return data.Buckets(
+            names=chunk.names, layouts=chunk.layouts, mesh=mesh, plan=plan, table=table,
+            initial=initial, compute=compute, master=master, device=device, label=label,
+        )  # fmt: skip
+    return zero.Zero(
+        units=chunk.layouts, frozen_units=chunk.frozen_layouts, mesh=mesh, plan=plan, table=table,
+        initial=initial, compute=compute, master=master, device=device, label=label,
+    )  # fmt: skip
+
+
+def _vocabulary_cut(
+    world: ModelMap, styles: Mapping[str, Style], held: Holding, plan: Plan
+) -> tuple[int, int] | None:
+    if plan.tensor == 1:
+        return None
+    for path, style in styles.items():
+        if style.name == "vocab_column":
+            one = held.tensor_held[world.stored(f"{path}.weight")]
+            return one.held[0].start[0], one.shape[0]
+    return None
+
+
+# --- execution -----------------------------------------------------------------------------------
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule, lowered for its sharding and synchronisation."""
+    schedule = generate(
+        plan.schedule if plan.pipeline > 1 else "1f1b",
+        pipeline=plan.pipeline,
+        chunks=plan.num_chunks if plan.pipeline > 1 else 1,
+        num_microbatches=plan.num_microbatches,
+    )
+    return lower(
+        schedule,
+        # without a pipeline, weights are gathered by block: less memory than a whole stage
+        shard_parameters=plan.shard == "parameters" and plan.pipeline > 1,
+        gradient_sync=plan.gradient_sync,
+    )
+
+
+def executor(
+    parallel: Parallel,
+    *,
+    chain: Chain[Batch] | None = None,
+    loss: LossFunction[Batch] | None = None,
+) -> pipeline.Executor[Batch]:
+    """What runs the plan's schedule: on a `chain`, or on a `loss(model, microbatch)` that calls the
+    whole model, which only a plan without a pipeline can have.
+    """
+    plan = parallel.plan
+    if chain is not None:
+        stages = [_chain_stage(parallel, chain, chunk) for chunk in parallel.holding.chunks]
+    elif loss is None or plan.pipeline > 1:
+        raise UserError(
+            f"pipeline={plan.pipeline} needs the model as a list of blocks",
+            where="partition.pipeline",
+            legal="1, or a Chain of the model",
+            nearest=plan.model_copy(update={"pipeline": 1, "chunks": 0}).text,
+        )
+    else:
+        whole = loss
+        stages = [
+            pipeline.Stage(
+                index=0,
+                forward=lambda hidden, batch: torch.empty(0),
+                loss=lambda output, batch: whole(parallel.model, batch),
+                reduction=parallel.parts[0],
+            )
+        ]
+    return pipeline.Executor(
+        schedule_of(plan),
+        position=parallel.mesh.coordinates["pipeline"],
+        stages=stages,
+        group=parallel.mesh.group("pipeline"),
+        weight_gradients=parallel.weight_gradients,
+        ring=parallel.mesh.ring,
+        dtype=parallel.compute,
+        device=parallel.device,
+        reduce_each=plan.gradient_sync == "microbatch",
+    )
+
+
+def _chain_stage(parallel: Parallel, chain: Chain[Batch], chunk: Chunk) -> pipeline.Stage[Batch]:
+    plan, index = parallel.plan, chunk.pipeline_stage
+    blocks = blocks_of(chunk, chain.blocks)
+    last = chunk.first_block + chunk.num_blocks == len(chain.blocks)
+    token_loss = parallel.token_loss(chain.label_smoothing)
+
+    def forward(hidden: Tensor | None, batch: Batch) -> Tensor:
+        return chain.run(
+            blocks, chain.enter(batch) if hidden is None else hidden, chain.context(batch)
+        )
+
+    def loss(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        losses, counted = chain.losses(output, batch, token_loss)
+        return losses.sum(), counted.sum()
+
+    def shape_after(block: int) -> Callable[[Batch], Sequence[int]]:
+        def shape(batch: Batch) -> Sequence[int]:
+            whole = list(chain.hidden_shape(batch, block))
+            if plan.sequence_parallel:
+                whole[-2] //= plan.tensor
+            return whole
+
+        return shape
+
+    borrows: dict[int, list[str]] = {}
+    for name in chunk.borrows:
+        owner = next(one for one in parallel.holding.chunks if name in one.names)
+        borrows.setdefault(owner.pipeline_stage, []).append(name)
+    return pipeline.Stage(
+        index=index,
+        forward=forward,
+        loss=loss if last else None,
+        input_shape=shape_after(chunk.first_block - 1) if index else None,
+        output_shape=None if last else shape_after(chunk.first_block + chunk.num_blocks - 1),
+        reduction=parallel.parts[index],
+        borrows=borrows,
+    )
 
 
 def _recompute(blocks: Sequence[nn.Module], mode: str) -> None:
@@ -149,7 +385,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def refuse_unbuilt(plan: Plan) -> None:
     """Axes whose strategy this version does not have yet are refused, never ignored."""
-    for field in ("tensor", "pipeline", "context", "expert"):
+    for field in ("context", "expert"):
         if getattr(plan, field) > 1:
             raise UserError(
                 f"{field} parallelism is not built yet",

@@ -23,7 +23,7 @@ fixed order, last layers first, whatever order gradients become ready in, so ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from reparto.comm.collectives import Communicator, Handle
 from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
-from reparto.parallel.flat import Owned, put_parameters
-from reparto.parallel.gradients import Readiness
+from reparto.parallel.flat import Owned
+from reparto.parallel.gradients import Readiness, WeightGradients
 from reparto.partition.flat import FlatLayout, Slot
-from reparto.partition.tensors import Placement, Table
+from reparto.partition.tensors import Table
 from reparto.trace import Kind
 
 Initial = Callable[[str], Tensor]
@@ -76,15 +76,16 @@ class Buckets:
 
         begin_step       gradients are zero
         begin_window     -> contributed / ready fire during backward; a full bucket leaves
-        end_window       waits for all buckets; with `gradient_sync=microbatch` adds them up
+        close_window     whatever has not left yet leaves
+        finish_window    waits for all buckets; with `gradient_sync=microbatch` adds them up
         owned            what the optimizer updates
         publish          weights of the compute type follow the master weights
     """
 
     def __init__(
         self,
-        model: nn.Module,
         *,
+        names: Sequence[str],
         layouts: Sequence[FlatLayout],
         mesh: Mesh,
         plan: Plan,
@@ -93,14 +94,19 @@ class Buckets:
         compute: torch.dtype,
         master: torch.dtype,
         device: torch.device,
+        label: str = "",
     ) -> None:
-        """`initial(name)` is the whole initial tensor; parameters of `model` may be on `meta`.
+        """`initial(name)` is what this rank computes with of the initial tensor.
 
-        layouts  flat memory of the trainable parameters, in model order (`partition/volume.py`)
+        names    all parameters whose memory is made here, frozen ones included
+        layouts  flat memory of the trainable ones, in model order (`partition/place.py`)
         compute  type of forward and backward; `master` that of sums, updates and moments
+        label    stands in tags, where a rank has several of these
         """
         self._group = mesh.group("reduce")
+        self._coordinates = mesh.coordinates
         self._ring = mesh.ring
+        self._label = label
         self._windows = plan.num_microbatches if plan.gradient_sync == "microbatch" else 1
         self._compute, self._master = compute, master
         self._table = table
@@ -114,19 +120,39 @@ class Buckets:
         }
         self._masters: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-
-        def materialise(name: str, old: nn.Parameter) -> Tensor:
-            first = initial(name)
-            self._masters[name] = first.to(device=device, dtype=master, copy=True)
+        for name in names:
+            self._masters[name] = initial(name).to(device=device, dtype=master, copy=True)
             same = compute == master
-            weight = self._masters[name] if same else self._masters[name].to(compute)
-            self._weights[name] = weight
-            return weight
-
-        put_parameters(model, materialise)
-        self._parameters = dict(model.named_parameters())
+            self._weights[name] = self._masters[name] if same else self._masters[name].to(compute)
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._readiness: Readiness | None = None
         self._next = 0
-        self.readiness = Readiness(self._parameters, self)
+
+    def memory(self, name: str) -> Tensor:
+        """The weight that forward and backward use."""
+        return self._weights[name]
+
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        uses: Mapping[str, int],
+        deferred: WeightGradients,
+    ) -> None:
+        """Listen to the gradients of the parameters, which stand in the model now."""
+        found = dict(model.named_parameters())
+        self._parameters = {name: found[name] for name in self._weights}
+        self._readiness = Readiness(self._parameters, self, uses=uses, deferred=deferred)
+
+    def start_unshard(self, stage: int, names: Collection[str] | None = None) -> None:
+        """Nothing to gather: weights are whole."""
+
+    def finish_unshard(self, stage: int) -> None:
+        """Nothing to wait for."""
+
+    def reshard(self, stage: int) -> None:
+        """Nothing to free."""
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -145,7 +171,8 @@ class Buckets:
         if self._compute == self._master:
             for name, (bucket, slot) in self._bucket_of.items():
                 self._parameters[name].grad = bucket.view(slot, bucket.gradient)
-        self.readiness.begin_window(num_microbatches)
+        assert self._readiness is not None, "attach comes first"
+        self._readiness.begin_window(num_microbatches)
 
     def contributed(self, name: str, parameter: Tensor) -> None:
         """In the master type autograd has added into the bucket already; else add and drop."""
@@ -162,15 +189,20 @@ class Buckets:
         self._bucket_of[name][0].waiting -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             bucket = self.buckets[self._next]
-            bucket.handle = self._group.all_reduce(bucket.gradient, tag=f"gradient {self._next}")
+            tag = f"gradient {self._label}{self._next}"
+            bucket.handle = self._group.all_reduce(bucket.gradient, tag=tag)
             self._next += 1
 
     def end_microbatch(self) -> None:
         """Nothing to free: weights and gradients stay where they are."""
 
-    def end_window(self) -> tuple[str, ...]:
-        """Wait for every bucket. Returns the names the loss did not reach."""
-        untouched = self.readiness.end_window()
+    def close_window(self) -> tuple[str, ...]:
+        """Let every bucket leave. Returns the names the loss did not reach."""
+        assert self._readiness is not None
+        return self._readiness.end_window()
+
+    def finish_window(self) -> None:
+        """Wait for every bucket."""
         with self._ring.span(Kind.REDUCE, "buckets"):
             for bucket in self.buckets:
                 if bucket.handle is not None:
@@ -178,7 +210,6 @@ class Buckets:
                     bucket.handle = None
                 if bucket.total is not bucket.gradient:
                     bucket.total.add_(bucket.gradient)
-        return untouched
 
     # -- after it ------------------------------------------------------------------------------
 
@@ -187,14 +218,20 @@ class Buckets:
         found = []
         for index, (name, (bucket, slot)) in enumerate(self._bucket_of.items()):
             placement = self._table[name]
+            first = all(
+                self._coordinates[axis] == 0
+                for axis in placement.replicated_over
+                if axis not in _REDUCED_OVER
+            )
             found.append(
                 Owned(
                     name=name,
                     rectangle=placement.held[0],
+                    below=placement.held[1:],
                     weight=self._masters[name],
                     gradient=bucket.view(slot, bucket.total),
                     decays=placement.decays,
-                    counts=index % self._group.size == self._group.index,
+                    counts=first and index % self._group.size == self._group.index,
                 )
             )
         return found
@@ -206,11 +243,11 @@ class Buckets:
                 weight.copy_(self._masters[name])
 
     def full_weight(self, name: str) -> Tensor:
-        """The whole master weight; no communication, but call it on every rank all the same."""
+        """What this rank's tensor group computes with, in the master type."""
         return self._masters[name]
 
     def full_gradient(self, name: str) -> Tensor:
-        """The whole reduced gradient."""
+        """The reduced gradient of the same."""
         bucket, slot = self._bucket_of[name]
         return bucket.view(slot, bucket.total)
 
@@ -221,11 +258,3 @@ class Buckets:
         gradients = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                      for b in self.buckets for t in (b.gradient, b.total)}  # fmt: skip
         return sum(weights.values()), sum(gradients.values())
-
-
-def place(table: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The table under data parallelism: nothing is cut, gradients are partial sums."""
-    return {
-        name: one.with_(partial_over=(*one.partial_over, *_REDUCED_OVER))
-        for name, one in table.items()
-    }

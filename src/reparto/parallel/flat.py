@@ -27,13 +27,23 @@ class Owned:
     rectangle: Rectangle
     "where the part lies in the global tensor"
     weight: Tensor
-    "master weight, the rectangle's shape"
+    "master weight, the rectangle's shape; a packed one goes on with the rectangles `below`"
     gradient: Tensor | None
     "sum of gradients over all ranks and microbatches, between reduction and update; None before"
     decays: bool
     "whether weight decay applies"
     counts: bool
     "whether this rank adds it to the global norm; False where another rank holds an equal copy"
+    below: tuple[Rectangle, ...] = ()
+    "further rectangles, where a packed weight (q|k|v) was cut in each of its parts"
+
+    def parts(self, tensor: Tensor) -> list[tuple[Rectangle, Tensor]]:
+        """Any tensor of the weight's shape (gradient, moment), cut in its rectangles."""
+        if not self.below:
+            return [(self.rectangle, tensor)]
+        boxes = (self.rectangle, *self.below)
+        rows = tensor.split_with_sizes([box.size[0] for box in boxes])
+        return list(zip(boxes, rows, strict=True))
 
 
 def copy_in(whole_NP: Tensor, layout: FlatLayout, slot: Slot, tensor: Tensor, *, add: bool) -> None:

@@ -134,6 +134,10 @@ class _Matmul:
     bias: nn.Parameter | None
 
 
+#: what one B has queued for its W
+Deferred = list[_Matmul]
+
+
 class WeightGradients:
     """The queue between B and W. One for each rank; `enabled` only where a schedule splits them."""
 
@@ -141,7 +145,7 @@ class WeightGradients:
         self.enabled = enabled
         self.put_off = False
         "set during a B whose W comes later"
-        self._queue: list[_Matmul] = []
+        self._queue: Deferred = []
         self._waiting: set[int] = set()
         self._listeners: dict[int, Callable[[Tensor], None]] = {}
 
@@ -166,13 +170,13 @@ class WeightGradients:
         self._queue.append(_Matmul(input, gradient, weight, bias))
         self._waiting.update(id(one) for one in (weight, bias) if one is not None)
 
-    def take(self) -> list[_Matmul]:
+    def take(self) -> Deferred:
         """What this B queued; the queue starts anew."""
         taken, self._queue = self._queue, []
         self._waiting.clear()
         return taken
 
-    def make(self, queued: list[_Matmul]) -> None:
+    def make(self, queued: Deferred) -> None:
         """W: make the queued gradients, oldest first, and fire one contribution a parameter."""
         touched: dict[int, nn.Parameter] = {}
         with torch.no_grad():
@@ -211,15 +215,18 @@ class _Linear(Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, owner: WeightGradients
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)  # type: ignore[arg-type]
-        ctx.owner = owner  # type: ignore[attr-defined]
+        ctx.save_for_backward(x)
+        # parameters are leaves and stay; saved, recompute would hand back nameless copies of them
+        ctx.weight, ctx.bias, ctx.owner = weight, bias, owner  # type: ignore[attr-defined]
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        weight: Tensor = ctx.weight  # type: ignore[attr-defined]
+        bias: Tensor | None = ctx.bias  # type: ignore[attr-defined]
         owner: WeightGradients = ctx.owner  # type: ignore[attr-defined]
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = grad @ weight if need_x else None

@@ -34,7 +34,7 @@ buffers handed from block to block, saves page faults but needs a hook on every 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -50,12 +50,11 @@ from reparto.parallel.flat import (
     cut_rows,
     keeps_any,
     own_rows,
-    put_parameters,
     tensors_in,
 )
-from reparto.parallel.gradients import Readiness
+from reparto.parallel.gradients import Readiness, WeightGradients
 from reparto.partition.flat import FlatLayout, Slot
-from reparto.partition.tensors import Placement, Table, shard_rows
+from reparto.partition.tensors import Table
 from reparto.trace import Kind
 
 Initial = Callable[[str], Tensor]
@@ -110,6 +109,8 @@ class Unit:
         "parameters of the window that are not ready"
         self.pending = 0
         "parameters without a contribution in this microbatch"
+        self.users: set[int] = set()
+        "virtual stages that need the full weights, where a pipeline gathers them once a step"
 
     def view(self, name: str) -> Tensor:
         """A parameter inside the full weights."""
@@ -128,11 +129,9 @@ class Zero:
 
     def __init__(
         self,
-        model: nn.Module,
         *,
         units: Sequence[FlatLayout],
         frozen_units: Sequence[FlatLayout] = (),
-        blocks: Sequence[nn.Module],
         mesh: Mesh,
         plan: Plan,
         table: Table,
@@ -140,12 +139,13 @@ class Zero:
         compute: torch.dtype,
         master: torch.dtype,
         device: torch.device,
+        label: str = "",
     ) -> None:
-        """`initial(name)` is the whole initial tensor; parameters of `model` may be on `meta`.
+        """`initial(name)` is what the rank's tensor group computes with of the initial tensor.
 
         units         flat memory of the trainable parameters, in model order
         frozen_units  of those without a gradient; only `parameters` cuts them
-        blocks        modules called one after another, for gathering ahead
+        label         stands in tags, where a rank has several of these
         """
         self._mesh, self._plan, self._table = mesh, plan, table
         self._reduce, self._gather = mesh.group("shard"), mesh.group("unshard")
@@ -155,9 +155,9 @@ class Zero:
         self._sharded_weights = plan.shard == "parameters"
         self._free_buffers = plan.shard != "optimizer"
         shard = self._reduce.index
-        trainable = [Unit(f"unit {i}", one, shard=shard, trainable=True)
+        trainable = [Unit(f"unit {label}{i}", one, shard=shard, trainable=True)
                      for i, one in enumerate(units)]  # fmt: skip
-        frozen = [Unit(f"frozen {i}", one, shard=shard, trainable=False)
+        frozen = [Unit(f"frozen {label}{i}", one, shard=shard, trainable=False)
                   for i, one in enumerate(frozen_units)]  # fmt: skip
         self.units = trainable
         "trainable units in model order"
@@ -166,15 +166,32 @@ class Zero:
         self._leaving = list(reversed(trainable))  # the order in which gradients leave
         self._next = 0
         self._peak_gradient_bytes = 0
-        self._place_weights(model, initial)
-        self._parameters = dict(model.named_parameters())
-        self.readiness = Readiness(self._parameters, self)
-        if self._sharded_weights:
+        self._by_block = self._sharded_weights and plan.pipeline == 1
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._readiness: Readiness | None = None
+        self._place_weights(initial)
+
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        uses: Mapping[str, int],
+        deferred: WeightGradients,
+    ) -> None:
+        """Listen to the gradients of the parameters, which stand in the model now.
+
+        `blocks` are called one after another: weights are gathered before and freed after each.
+        """
+        found = dict(model.named_parameters())
+        self._parameters = {name: found[name] for name in self._unit_of}
+        self._readiness = Readiness(self._parameters, self, uses=uses, deferred=deferred)
+        if self._by_block:
             self._hook_blocks(model, blocks)
 
     # -- weights -------------------------------------------------------------------------------
 
-    def _place_weights(self, model: nn.Module, initial: Initial) -> None:
+    def _place_weights(self, initial: Initial) -> None:
         same = self._compute == self._master
         for unit in self._all_units:
             unit.full = torch.empty(unit.natural_numel, dtype=self._compute, device=self._device)
@@ -194,9 +211,9 @@ class Zero:
                 del whole  # one full tensor at a time
             if self._sharded_weights:
                 self._free_full(unit)
-        put_parameters(model, self._parameter_memory)
 
-    def _parameter_memory(self, name: str, old: nn.Parameter) -> Tensor:
+    def memory(self, name: str) -> Tensor:
+        """The weight that forward and backward use."""
         unit = self._unit_of[name]
         if not self._sharded_weights:
             return unit.view(name)
@@ -215,7 +232,7 @@ class Zero:
         unit.full.untyped_storage().resize_(0)
         unit.weights = Weights.SHARDED
 
-    def start_unshard(self, unit: Unit) -> None:
+    def _start_unit(self, unit: Unit) -> None:
         """SHARDED -> UNSHARDING: send this rank's rows, let the others' arrive."""
         if unit.weights is not Weights.SHARDED:
             return
@@ -226,11 +243,11 @@ class Zero:
         unit.unsharding = self._gather.all_gather(unit.gathered, mine, tag=f"weight {unit.name}")
         unit.weights = Weights.UNSHARDING
 
-    def finish_unshard(self, unit: Unit) -> None:
+    def _finish_unit(self, unit: Unit) -> None:
         """-> UNSHARDED: the full weights are in place, whatever the state was."""
         if unit.weights is Weights.UNSHARDED:
             return
-        self.start_unshard(unit)
+        self._start_unit(unit)
         assert unit.unsharding is not None and unit.gathered is not None
         with self._mesh.ring.span(Kind.UNSHARD, unit.name):
             unit.unsharding.wait()
@@ -241,10 +258,36 @@ class Zero:
         unit.unsharding = unit.gathered = None
         unit.weights = Weights.UNSHARDED
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard_unit(self, unit: Unit) -> None:
         """UNSHARDED -> SHARDED: give the full weights' memory back."""
         if unit.weights is Weights.UNSHARDED:
             self._free_full(unit)
+
+    # -- pipeline stages -----------------------------------------------------------------------
+
+    def start_unshard(self, stage: int, names: Collection[str] | None = None) -> None:
+        """Begin to gather what a virtual stage needs: all units, or those of `names`."""
+        if not self._sharded_weights or self._by_block:
+            return
+        for unit in self._all_units:
+            if names is None or not unit.slots.keys().isdisjoint(names):
+                unit.users.add(stage)
+                self._start_unit(unit)
+
+    def finish_unshard(self, stage: int) -> None:
+        """Wait for them."""
+        for unit in self._all_units:
+            if stage in unit.users:
+                self._finish_unit(unit)
+
+    def reshard(self, stage: int) -> None:
+        """The stage needs its weights no more; free what no other stage of this rank needs."""
+        for unit in self._all_units:
+            if stage in unit.users:
+                unit.users.remove(stage)
+                if not unit.users:
+                    self._finish_unit(unit)
+                    self.reshard_unit(unit)
 
     # -- blocks --------------------------------------------------------------------------------
 
@@ -258,14 +301,16 @@ class Zero:
         in_blocks = {id(unit) for needed in needs for unit in needed}
         # parameters outside every block may be used at any time: the whole forward needs them
         always = [unit for unit in self._all_units if id(unit) not in in_blocks]
-        needs[-1] += always
+        needs[0] += [unit for unit in always if unit not in needs[0]]
+        needs[-1] += [unit for unit in always if unit not in needs[-1]]
         last_use = {id(unit): i for i, needed in enumerate(needs) for unit in needed}
+        reached = [True] * len(needs)  # whether backward will come to a block: not if frozen before
         for index, block in enumerate(blocks):
-            self._hook_block(block, index, needs, last_use)
+            self._hook_block(block, index, needs, last_use, reached)
 
         def before_model(module: nn.Module, inputs: object) -> None:
             for unit in always:
-                self.finish_unshard(unit)
+                self._finish_unit(unit)
 
         model.register_forward_pre_hook(before_model)
 
@@ -275,32 +320,34 @@ class Zero:
         index: int,
         needs: list[list[Unit]],
         last_use: Mapping[int, int],
+        reached: list[bool],
     ) -> None:
         final = len(needs) - 1
 
         def before_forward(module: nn.Module, inputs: object) -> None:
             for unit in needs[index]:
-                self.finish_unshard(unit)
+                self._finish_unit(unit)
             if index < final:
                 for unit in needs[index + 1]:
-                    self.start_unshard(unit)
+                    self._start_unit(unit)
 
         def after_forward(module: nn.Module, inputs: object, output: object) -> None:
             grad = torch.is_grad_enabled()
             for unit in needs[index]:
                 # backward begins with what the last block used, so that is kept
                 if last_use[id(unit)] == index and not (grad and index == final):
-                    self.reshard(unit)
+                    self.reshard_unit(unit)
             outputs = [one for one in tensors_in(output) if one.requires_grad]
-            if grad and outputs:
+            reached[index] = grad and bool(outputs)
+            if reached[index]:
                 torch.autograd.graph.register_multi_grad_hook(outputs, before_backward, mode="any")
 
         def before_backward(gradient: Tensor) -> None:
             for unit in needs[index]:
-                self.finish_unshard(unit)
-            if index:
+                self._finish_unit(unit)
+            if index and reached[index - 1]:
                 for unit in needs[index - 1]:
-                    self.start_unshard(unit)
+                    self._start_unit(unit)
 
         block.register_forward_pre_hook(before_forward)
         block.register_forward_hook(after_forward)
@@ -318,7 +365,8 @@ class Zero:
         for unit in self.units:
             unit.gradients = Gradients.EMPTY
             unit.waiting = unit.pending = len(unit.slots)
-        self.readiness.begin_window(num_microbatches)
+        assert self._readiness is not None, "attach comes first"
+        self._readiness.begin_window(num_microbatches)
 
     def contributed(self, name: str, parameter: Tensor) -> None:
         """Add the microbatch's gradient into the unit's full buffer, and drop it."""
@@ -330,8 +378,8 @@ class Zero:
         unit.pending -= 1
         if unit.pending == 0:  # every weight of the unit has been used for the last time
             unit.pending = len(unit.slots)
-            if self._sharded_weights:
-                self.reshard(unit)
+            if self._by_block:
+                self.reshard_unit(unit)
 
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.gradients is Gradients.EMPTY:
@@ -383,17 +431,20 @@ class Zero:
         """Free weights that this microbatch's backward has not freed itself."""
         for unit in self._all_units:
             unit.pending = len(unit.slots)
-            if self._sharded_weights:
+            if self._by_block:
                 if unit.weights is Weights.UNSHARDING:
-                    self.finish_unshard(unit)
-                self.reshard(unit)
+                    self._finish_unit(unit)
+                self.reshard_unit(unit)
 
-    def end_window(self) -> tuple[str, ...]:
-        """Wait for every reduction. Returns the names the loss did not reach."""
-        untouched = self.readiness.end_window()
+    def close_window(self) -> tuple[str, ...]:
+        """Let every unit's gradients leave. Returns the names the loss did not reach."""
+        assert self._readiness is not None
+        return self._readiness.end_window()
+
+    def finish_window(self) -> None:
+        """Wait for every reduction."""
         for unit in self.units:
             self._finish_reduce(unit)
-        return untouched
 
     # -- after it ------------------------------------------------------------------------------
 
@@ -409,12 +460,16 @@ class Zero:
                     Owned(
                         name=name,
                         rectangle=self._table[name].held[0],
+                        below=self._table[name].held[1:],
                         weight=self._own_weight(unit, name, slot),
                         gradient=None
                         if piece is None
                         else own_rows(piece, unit.layout, slot, unit.shard),
                         decays=self._table[name].decays,
-                        counts=self._replicas.index == 0,
+                        counts=all(
+                            self._mesh.coordinates[axis] == 0
+                            for axis in self._table[name].replicated_over
+                        ),
                     )
                 )
         return found
@@ -450,14 +505,17 @@ class Zero:
         return piece
 
     def full_weight(self, name: str) -> Tensor:
-        """The whole master weight, gathered; call it on every rank of the shard group."""
+        """What this rank's tensor group computes with, in the master type where that is kept.
+
+        Gathered; call it on every rank of the shard group.
+        """
         unit = self._unit_of[name]
         if unit.piece is None:
             return unit.view(name)
         return self._gather_slot(unit, name, unit.piece, "weight")
 
     def full_gradient(self, name: str) -> Tensor:
-        """The whole reduced gradient, gathered; call it on every rank of the shard group."""
+        """The reduced gradient of the same, gathered; call it on every rank of the shard group."""
         unit = self._unit_of[name]
         assert unit.gradient is not None
         return self._gather_slot(unit, name, unit.gradient, "gradient")
@@ -495,22 +553,3 @@ class Zero:
                 if one is not None:
                     weights += one.untyped_storage().nbytes()
         return weights, self._peak_gradient_bytes
-
-
-def place(table: Mapping[str, Placement], plan: Plan, *, shard: int) -> dict[str, Placement]:
-    """The table under sharding: what shard number `shard` owns, that is updates and saves.
-
-    Weights without a gradient are cut only where weights are.
-    """
-    placed = {}
-    for name, one in table.items():
-        if not one.trainable and plan.shard != "parameters":
-            placed[name] = one
-            continue
-        held = tuple(rows for box in one.held for rows in shard_rows(box, plan.num_shards, shard))
-        placed[name] = one.with_(
-            held=held,
-            replicated_over=tuple(a for a in one.replicated_over if a not in ("data", "context")),
-            partial_over=(*one.partial_over, "replicas", "data", "context"),
-        )
-    return placed

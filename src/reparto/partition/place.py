@@ -27,8 +27,15 @@ from reparto.partition.flat import FlatLayout, flat_layout
 from reparto.partition.grid import AXES, Grid
 from reparto.partition.layers import cut_by_cost
 from reparto.partition.tensors import Placement, initial_table, rows_and_columns, split_evenly
-from reparto.partition.volume import unit_layouts
+from reparto.partition.volume import (
+    Message,
+    StateBytes,
+    reduction_messages,
+    state_bytes,
+    unit_layouts,
+)
 from reparto.schedule.generate import generate
+from reparto.units import DTYPE_BYTES
 
 Shape = tuple[int, ...]
 
@@ -75,7 +82,9 @@ class Chunk:
     layouts: tuple[FlatLayout, ...]
     "flat memory of the trainable parameters that this chunk keeps, in model order"
     frozen_layouts: tuple[FlatLayout, ...]
-    "of those without a gradient"
+    "of those without a gradient, one a block that has any"
+    frozen_gathers: tuple[int, ...]
+    "per frozen layout: how often a microbatch gathers it, where weights are gathered by block"
     kept: tuple[bool, ...]
     "per layout: whether backward starts with its weights as forward left them"
     names: tuple[str, ...]
@@ -268,15 +277,22 @@ def _chunk(
     )
     shards = plan.num_shards if plan.shard != "none" else 1
     last = {local[stored] for stored in blocks[-1]}
+    with_frozen = [index for index, block in enumerate(by_block) if frozen.intersection(block)]
+    # backward reaches a block if anything is trained in it or before it
+    first_trained = min(
+        (i for i, block in enumerate(by_block) if set(block) - frozen), default=len(by_block)
+    )
     return Chunk(
         pipeline_stage=stage,
         first_block=first,
         num_blocks=count,
         layouts=tuple(layouts),
         frozen_layouts=tuple(
-            flat_layout({n: shapes[n] for n in block if n in frozen}, num_shards=shards)
-            for block in by_block
-            if frozen.intersection(block)
+            flat_layout({n: shapes[n] for n in by_block[i] if n in frozen}, num_shards=shards)
+            for i in with_frozen
+        ),
+        frozen_gathers=tuple(
+            1 if i == len(by_block) - 1 or i < first_trained else 2 for i in with_frozen
         ),
         kept=tuple(any(slot.name in last for slot in one.slots) for one in layouts),
         names=tuple(name for block in by_block for name in block),
@@ -323,6 +339,63 @@ def _reduced(one: Placement, plan: Plan, shard: int) -> Placement:
         replicated_over=tuple(a for a in one.replicated_over if a not in ("data", "context")),
         partial_over=(*one.partial_over, "replicas", "data", "context"),
     )
+
+
+def held_messages(
+    held: Holding, plan: Plan, *, compute_dtype: str = "float32", master_dtype: str = "float32"
+) -> list[Message]:
+    """Messages of data parallelism and sharding of one rank and step, frozen weights included."""
+    found = reduction_messages(
+        held.layouts,
+        plan=plan,
+        compute_dtype=compute_dtype,
+        master_dtype=master_dtype,
+        kept=held.kept,
+    )
+    if plan.shard == "parameters" and plan.num_shards > 1:
+        for chunk in held.chunks:
+            for layout, times in zip(chunk.frozen_layouts, chunk.frozen_gathers, strict=True):
+                found.append(
+                    Message(
+                        what="weight",
+                        operation="all_gather",
+                        group="shard",
+                        group_size=plan.num_shards,
+                        payload_bytes=layout.whole_numel * DTYPE_BYTES[compute_dtype],
+                        count=1 if plan.pipeline > 1 else times * plan.num_microbatches,
+                        hidden_behind="the neighbouring block",
+                    )
+                )
+    return found
+
+
+def held_state(
+    held: Holding, plan: Plan, *, compute_dtype: str = "float32", master_dtype: str = "float32"
+) -> StateBytes:
+    """Bytes of training state of one rank: its chunks', with frozen weights, without the moments
+    of tied copies, which their owner has. Peaks of gradients are added up over chunks.
+    """
+    types = {"compute_dtype": compute_dtype, "master_dtype": master_dtype}
+    parameters = gradients = optimizer = 0
+    for chunk in held.chunks:
+        one = state_bytes(chunk.layouts, plan=plan, **types)
+        frozen = state_bytes(chunk.frozen_layouts, plan=plan, **types)
+        without_master = plan.shard in ("optimizer", "gradients")
+        parameters += one.parameters + (
+            _natural(chunk.frozen_layouts) * DTYPE_BYTES[compute_dtype]
+            if without_master
+            else frozen.parameters
+        )
+        gradients += one.gradients
+        optimizer += one.optimizer
+        copies = [slot for layout in chunk.layouts for slot in layout.slots
+                  if slot.name in held.copies]  # fmt: skip
+        optimizer -= 2 * sum(slot.numel for slot in copies) * DTYPE_BYTES[master_dtype]
+    return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def _natural(layouts: Sequence[FlatLayout]) -> int:
+    return sum(slot.rows * slot.columns for layout in layouts for slot in layout.slots)
 
 
 def names_by_block(names: Iterable[str], prefixes: Sequence[str]) -> list[list[str]]:

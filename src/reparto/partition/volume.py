@@ -166,7 +166,8 @@ def reduction_messages(
     Gradients are reduced in `master_dtype`; weights travel in `compute_dtype`. Under
     `shard=parameters` every microbatch gathers each unit for forward and again for backward. `kept`
     names the units that the last block of forward uses: backward takes those as they are. Without
-    it that is the last unit alone; a head tied to the embedding makes it the first unit too.
+    it that is the last unit alone; a head tied to the embedding makes it the first unit too. A
+    pipeline gathers a stage once a step.
     """
     master, compute = DTYPE_BYTES[master_dtype], DTYPE_BYTES[compute_dtype]
     m = plan.num_microbatches
@@ -264,8 +265,8 @@ def _unshard_messages(
             group="shard",
             group_size=layout.num_shards,
             payload_bytes=layout.whole_numel * compute_bytes,
-            count=m if stays else 2 * m,
-            hidden_behind="the neighbouring block",
+            count=1 if plan.pipeline > 1 else m if stays else 2 * m,
+            hidden_behind="the neighbouring block" if plan.pipeline == 1 else "",
         )
         for layout, stays in zip(layouts, kept, strict=True)
     ]

@@ -18,19 +18,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
-from reparto.parallel.compose import Parallel
-from reparto.parallel.pipeline import Executor
-from reparto.schedule.generate import generate
+from reparto.model.chain import Chain
+from reparto.parallel.compose import LossFunction, Parallel, executor
 from reparto.trace import Kind
 from reparto.train.agree import Agreed, Word, agree
 from reparto.train.optim import AdamW, clip_coefficient, learning_rate, square_sum
 
+__all__ = ["LossFunction", "StepResult", "Trainer"]
+
 Batch = TypeVar("Batch")
-LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +59,21 @@ class Trainer(Generic[Batch]):
         self,
         parallel: Parallel,
         *,
-        loss: LossFunction[Batch],
         synchronize: Synchronize,
         steps: int,
+        chain: Chain[Batch] | None = None,
+        loss: LossFunction[Batch] | None = None,
     ) -> None:
-        """`loss(model, microbatch)` returns `(sum over valid tokens, their count)`."""
+        """The model's `chain`, or a `loss(model, microbatch)` that returns `(sum over valid tokens,
+        their count)` and calls the whole model, which a pipeline cannot have.
+        """
         self.parallel = parallel
         self.synchronize = synchronize
         self.steps = steps
         self.updates = 0
         "updates really made; a skipped step makes none"
-        plan: Plan = parallel.plan
-        schedule = generate(
-            plan.schedule if plan.pipeline > 1 else "1f1b",
-            pipeline=plan.pipeline,
-            chunks=plan.num_chunks if plan.pipeline > 1 else 1,
-            num_microbatches=plan.num_microbatches,
-        )
-        self._executor = Executor[Batch](
-            schedule.ranks[parallel.mesh.coordinates["pipeline"]],
-            forward=lambda microbatch: loss(parallel.model, microbatch),
-            reduction=parallel.strategy,
-            ring=parallel.mesh.ring,
-            num_microbatches=plan.num_microbatches,
-            reduce_each=plan.gradient_sync == "microbatch",
-        )
+        self._executor = executor(parallel, chain=chain, loss=loss)
+        self._chain = chain
         parallel.strategy.begin_step()
         self.optimizer: AdamW | None = None
 
@@ -109,17 +98,18 @@ class Trainer(Generic[Batch]):
         parallel, ring = self.parallel, self.parallel.mesh.ring
         ring.set_step(number)
         parallel.strategy.begin_step()
-        loss, count, untouched = self._executor.run(microbatches)
+        sums = self._executor.run(microbatches)
+        parallel.strategy.settle()
         owned = parallel.strategy.owned()
         with ring.span(Kind.OPTIMIZER, "norm"):
             squares = square_sum(owned)
-            here = self._says_loss()
-            loss_sum = float(loss) if here else 0.0
-            tokens = int(count) if here else 0
+            here = self.says_loss
+            loss_sum = float(sums.loss) if here else 0.0
+            tokens = int(sums.count) if here else 0
         agreed = agree(
             parallel.mesh,
             Word(
-                finite=math.isfinite(float(loss)) and math.isfinite(squares),
+                finite=math.isfinite(float(sums.loss)) and math.isfinite(squares),
                 stop=stop,
                 has_next=has_next,
                 guard=0,
@@ -148,7 +138,7 @@ class Trainer(Generic[Batch]):
             learning_rate=rate,
             skipped=skip,
             agreed=agreed,
-            untouched=untouched,
+            untouched=sums.untouched,
         )
 
     def rate(self, number: int) -> float:
@@ -163,9 +153,24 @@ class Trainer(Generic[Batch]):
             final_share=table.final_share,
         )
 
-    def _says_loss(self) -> bool:
-        """One rank of each model copy and context part speaks for its tokens."""
-        return self.parallel.mesh.coordinates["tensor"] == 0
+    def losses(self, microbatch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Forward alone: the loss of every token, not smoothed, and which tokens count.
+
+        Every rank calls it with the microbatch of its data index; those of the last pipeline stage
+        get the losses (all ranks of a tensor group the same ones), the others None. `says_loss`
+        tells which ranks together speak for every token once. Needs a chain.
+        """
+        assert self._chain is not None, "a loss function says only sums"
+        output = self._executor.outputs(microbatch)
+        if output is None:
+            return None
+        with torch.no_grad():
+            return self._chain.losses(output, microbatch, self.parallel.token_loss())
+
+    @property
+    def says_loss(self) -> bool:
+        """Whether this rank speaks for its tokens: one rank of each model copy does."""
+        return self._executor.has_loss and self.parallel.mesh.coordinates["tensor"] == 0
 
     def _optimizer(self) -> AdamW:
         if self.optimizer is None:
