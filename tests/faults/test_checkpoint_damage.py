@@ -427,3 +427,14 @@ def test_leftovers_of_this_run_go_with_the_next_save_those_of_others_stay(tmp_pa
         (one / "rank-00000.safetensors").write_bytes(b"x")
     save_alone(root, 4)
     assert steps_in(root) == ["step-1", "step-4", others.name]
+
+
+def test_one_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    for step in (1, 2, 3):
+        save_alone(root, step)
+    (root / "step-2" / "a folder").mkdir()
+    report = save_alone(root, 4, keep=1)
+    assert report.deleted == ("step-3", "step-1")
+    assert len(report.notes) == 1 and "cannot be deleted" in report.notes[0]
+    assert find_latest(root, key=KEY).checkpoint.manifest.step == 4

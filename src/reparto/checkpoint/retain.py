@@ -3,8 +3,9 @@
 Deleting is the one act of this room that cannot be taken back, so it comes last and trusts least:
 it starts only when the new checkpoint has been read back from its published place, it counts only
 checkpoints that have been proven by digest, and it deletes only folders whose signed manifest says
-that they belong to this run. Damaged ones and those of other runs stay, and are named. Order is by
-step as a number, never by text or time.
+that they belong to this run. Those of other runs stay, and so do damaged ones until N valid ones
+are newer (or for good, if their manifest is what is damaged); all are named. Order is by step as a
+number, never by text or time.
 
 Proof costs a reading of the whole checkpoint, so it is done once: a folder whose files all have the
 identity (inode, size, times) that they had then is taken as proven. Bits that rot on a disk without
@@ -38,6 +39,7 @@ class Retention:
     def __init__(self, root: Path, *, run: str, key: bytes, keep: int) -> None:
         self._root, self._run, self._key, self._keep = root, run, key, keep
         self._proven: dict[str, dict[str, Identity]] = {}
+        self._damaged: dict[str, tuple[dict[str, Identity], Damaged]] = {}
 
     def make_way(self, step: int) -> None:
         """Before `step-N` is published: take the names that would contradict it.
@@ -84,10 +86,10 @@ class Retention:
             elif kept < self._keep:
                 kept += 1
             else:
-                self._delete(folder, deleted)
+                self._delete(folder, deleted, notes)
         for folder in folders:  # leftovers of saves and deletions that were cut off
             if folder.kind in ("tmp", "removed") and folder.maker == run_tag(self._run):
-                self._delete(folder, deleted)
+                self._delete(folder, deleted, notes)
 
     def _is_ours(self, folder: StepFolder) -> bool:
         try:
@@ -120,17 +122,27 @@ class Retention:
         if old.manifest.run != self._run:
             return old.manifest.run
         if deeply:
-            old.verify()
+            try:
+                if path.name in self._damaged and self._damaged[path.name][0] == now:
+                    raise self._damaged[path.name][1]
+                old.verify()
+            except Damaged as error:
+                self._damaged[path.name] = (now, error)
+                raise
             self._proven[path.name] = now
         return ""
 
-    def _delete(self, folder: StepFolder, deleted: list[str]) -> None:
+    def _delete(self, folder: StepFolder, deleted: list[str], notes: list[str]) -> None:
         """Rename first, so that a deletion that is cut off never looks like a damaged one."""
         path = folder.path
-        if folder.kind in ("published", "replaced"):
-            path = self._root / folder_name(folder.step, "removed", run=self._run)
-            os.rename(folder.path, path)
-            sync_folder(self._root)
-        remove_folder(path)
+        try:
+            if folder.kind in ("published", "replaced"):
+                path = self._root / folder_name(folder.step, "removed", run=self._run)
+                os.rename(folder.path, path)
+                sync_folder(self._root)
+            remove_folder(path)
+        except OSError as error:
+            notes.append(f"{path.name} cannot be deleted: {explain(error)}")
+            return
         self._proven.pop(folder.path.name, None)
         deleted.append(folder.path.name)
