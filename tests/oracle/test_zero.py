@@ -18,7 +18,10 @@ from harness import (
 )
 from torch import Tensor, nn
 
+from reparto.comm.mesh import single_mesh
+from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
+from reparto.parallel.compose import apply
 from reparto.partition.tensors import Placement, uncovered
 
 MODES = ["optimizer", "gradients", "parameters"]
@@ -235,3 +238,37 @@ def test_the_table_says_what_is_summed_and_what_is_copied() -> None:
     assert set(one.replicated_over) == {"pipeline", "replicas", "tensor"}
     assert not one.decays
     assert outcomes[0].table["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+
+
+def test_weights_outside_all_blocks_live_through_evaluation() -> None:
+    """A head that is no block is used after the last block, with and without a graph."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    plain, model = Net(), Net()
+    weights = {name: one.detach().clone() for name, one in plain.named_parameters()}
+    parallel = apply(
+        model, mesh=single_mesh(), plan=Plan(shard="parameters"), blocks=list(model.layers),
+        initial=lambda name: weights[name], decays=lambda name: True,
+    )  # fmt: skip
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+    parallel.strategy.begin_step()
+    parallel.strategy.begin_window(1)
+    model(x).sum().backward()
+    parallel.strategy.end_microbatch()
+    parallel.strategy.end_window()
+    plain(x).sum().backward()
+    for name, one in plain.named_parameters():
+        assert torch.equal(parallel.strategy.full_gradient(name), one.grad)
