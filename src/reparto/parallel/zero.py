@@ -301,9 +301,8 @@ class Zero:
         in_blocks = {id(unit) for needed in needs for unit in needed}
         # parameters outside every block may be used at any time: the whole forward needs them
         always = [unit for unit in self._all_units if id(unit) not in in_blocks]
-        needs[0] += [unit for unit in always if unit not in needs[0]]
-        needs[-1] += [unit for unit in always if unit not in needs[-1]]
         last_use = {id(unit): i for i, needed in enumerate(needs) for unit in needed}
+        needs[0] += always
         reached = [True] * len(needs)  # whether backward will come to a block: not if frozen before
         for index, block in enumerate(blocks):
             self._hook_block(block, index, needs, last_use, reached)
@@ -312,7 +311,13 @@ class Zero:
             for unit in always:
                 self._finish_unit(unit)
 
+        def after_model(module: nn.Module, inputs: object, output: object) -> None:
+            if not torch.is_grad_enabled():  # else backward frees them when they have contributed
+                for unit in always:
+                    self.reshard_unit(unit)
+
         model.register_forward_pre_hook(before_model)
+        model.register_forward_hook(after_model)
 
     def _hook_block(
         self,
@@ -335,7 +340,7 @@ class Zero:
             grad = torch.is_grad_enabled()
             for unit in needs[index]:
                 # backward begins with what the last block used, so that is kept
-                if last_use[id(unit)] == index and not (grad and index == final):
+                if last_use.get(id(unit)) == index and not (grad and index == final):
                     self.reshard_unit(unit)
             outputs = [one for one in tensors_in(output) if one.requires_grad]
             reached[index] = grad and bool(outputs)

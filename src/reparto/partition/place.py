@@ -276,7 +276,7 @@ def _chunk(
         gradient_bytes=gradient_bytes,
     )
     shards = plan.num_shards if plan.shard != "none" else 1
-    last = {local[stored] for stored in blocks[-1]}
+    last = {local[stored] for stored in (*blocks[-1], *outside)}
     with_frozen = [index for index, block in enumerate(by_block) if frozen.intersection(block)]
     # backward reaches a block if anything is trained in it or before it
     first_trained = min(
