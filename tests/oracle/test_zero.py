@@ -264,11 +264,13 @@ def test_weights_outside_all_blocks_live_through_evaluation() -> None:
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(x), plain(x))
-    parallel.strategy.begin_step()
-    parallel.strategy.begin_window(1)
+    strategy = parallel.parts[0]
+    strategy.begin_step()
+    strategy.begin_window(1)
     model(x).sum().backward()
-    parallel.strategy.end_microbatch()
-    parallel.strategy.end_window()
+    strategy.end_microbatch()
+    strategy.close_window()
+    strategy.finish_window()
     plain(x).sum().backward()
     for name, one in plain.named_parameters():
         assert torch.equal(parallel.strategy.full_gradient(name), one.grad)

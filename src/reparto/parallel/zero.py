@@ -298,11 +298,14 @@ class Zero:
         for block in blocks:
             mine = [self._unit_of[names[id(one)]] for one in block.parameters()]
             needs.append(list(dict.fromkeys(mine)))
-        in_blocks = {id(unit) for needed in needs for unit in needed}
-        # parameters outside every block may be used at any time: the whole forward needs them
-        always = [unit for unit in self._all_units if id(unit) not in in_blocks]
-        last_use = {id(unit): i for i, needed in enumerate(needs) for unit in needed}
-        needs[0] += always
+        in_blocks = {names[id(one)] for block in blocks for one in block.parameters()}
+        # parameters outside every block may be used at any time, so their units (which may hold
+        # others too) stay from the beginning of forward to their last gradient
+        always = [unit for unit in self._all_units if not unit.slots.keys() <= in_blocks]
+        for needed in (needs[0], needs[-1]):
+            needed += [unit for unit in always if unit not in needed]
+        last_use = {id(unit): i for i, needed in enumerate(needs) for unit in needed
+                    if unit not in always}  # fmt: skip
         reached = [True] * len(needs)  # whether backward will come to a block: not if frozen before
         for index, block in enumerate(blocks):
             self._hook_block(block, index, needs, last_use, reached)
@@ -312,7 +315,7 @@ class Zero:
                 self._finish_unit(unit)
 
         def after_model(module: nn.Module, inputs: object, output: object) -> None:
-            if not torch.is_grad_enabled():  # else backward frees them when they have contributed
+            if not torch.is_grad_enabled():
                 for unit in always:
                     self.reshard_unit(unit)
 
