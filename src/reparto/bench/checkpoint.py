@@ -58,7 +58,7 @@ from reparto.partition.grid import Grid
 from reparto.recover.supervise import Supervisor, write_error
 from reparto.recover.worker import leave_with_parent
 from reparto.trace import Ring
-from reparto.train.state import decoder_loss, share_decoder
+from reparto.train.state import share_decoder
 from reparto.train.step import Trainer
 
 PLAN = "data=2,shard=parameters"
@@ -178,9 +178,11 @@ class Subject:
             synchronize=Synchronize(learning_rate=1e-3, warmup_steps=0, clip_norm=1.0),
         )
         self._mesh = mesh
-        self._parallel = share_decoder(run, Decoder(workload.config), workload.config, mesh, {})
+        self._parallel, chain = share_decoder(
+            run, Decoder(workload.config), workload.config, mesh, {}
+        )
         self._trainer: Trainer[Microbatch] = Trainer(
-            self._parallel, loss=decoder_loss(0.0), synchronize=run.synchronize, steps=run.steps
+            self._parallel, chain=chain, synchronize=run.synchronize, steps=run.steps
         )
         self._trainer.make_optimizer()
         self._source = batches(workload, mesh.rank)

@@ -22,7 +22,7 @@ from reparto.data.loader import Microbatch
 from reparto.model.loss import cross_entropy_sum
 from reparto.model.transformer import Decoder, build
 from reparto.parallel.data import reduce_naively
-from reparto.train.state import decoder_loss, share_decoder
+from reparto.train.state import share_decoder
 from reparto.train.step import Trainer
 
 SEED = 1
@@ -63,9 +63,9 @@ def ours(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
         partition=plan,
         synchronize=Synchronize(learning_rate=RATE, warmup_steps=0, clip_norm=CLIP),
     )
-    parallel = share_decoder(run, Decoder(workload.config), workload.config, mesh, {})
+    parallel, chain = share_decoder(run, Decoder(workload.config), workload.config, mesh, {})
     trainer: Trainer[Microbatch] = Trainer(
-        parallel, loss=decoder_loss(0.0), synchronize=run.synchronize, steps=run.steps
+        parallel, chain=chain, synchronize=run.synchronize, steps=run.steps
     )
     trainer.make_optimizer()
     source = batches(workload, mesh.rank)

@@ -27,9 +27,13 @@ def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
         found = bench_zero(model, rounds, tell)
     elif name == "overhead":
         found = bench_overhead(tell)
+    elif name == "checkpoint":
+        from reparto.bench.checkpoint import bench_checkpoint
+
+        found = bench_checkpoint(model, rounds, tell)
     else:
         raise UserError(f"no benchmark is called `{name}`", where="bench",
-                        legal="data, zero, overhead")  # fmt: skip
+                        legal="data, zero, checkpoint, overhead")  # fmt: skip
     table = Table(
         title=f"bench {name} {model}: above 1 is better for reparto", title_justify="left"
     )

@@ -13,6 +13,7 @@ from reparto.config.model import ModelConfig, num_parameters, preset
 from reparto.config.plan import Plan
 from reparto.config.run import read_run
 from reparto.errors import UserError
+from reparto.partition.activations import decoder_flow
 from reparto.partition.grid import Grid
 from reparto.partition.legal import check_plan
 from reparto.partition.show import RankView, decoder_map, view_rank
@@ -77,14 +78,12 @@ def _show(
 ) -> None:
     run = read_run(None, settings=settings)
     model = _model(model_name) if model_name else run.model.resolved(run.data.vocab_size)
+    batch_size = run.data.batch_size
+    if not settings:  # nobody named a batch, so one that the plan can have
+        batch_size = max(batch_size, plan.data * plan.num_microbatches)
     warnings = check_plan(
-        plan,
-        model=model,
-        batch_size=run.data.batch_size if settings else max(
-            run.data.batch_size, plan.data * plan.num_microbatches
-        ),
-        sequence_length=run.data.sequence_length,
-    )  # fmt: skip
+        plan, model=model, batch_size=batch_size, sequence_length=run.data.sequence_length
+    )
     if rank is not None and not 0 <= rank < plan.world_size:
         raise UserError(
             f"rank {rank} of {plan.world_size}",
@@ -96,13 +95,23 @@ def _show(
         out.print(f"warning: {warning}", style="yellow")
     grid = Grid.of(plan)
     shown = [rank] if rank is not None else list(range(min(plan.world_size, 16)))
+    sequences = batch_slices(batch_size, plan.data, plan.num_microbatches).sequences
     views = [
-        decoder_view(plan, model, one, run.compute.precision, run.compute.master) for one in shown
+        decoder_view(
+            plan,
+            model,
+            one,
+            tokens=sequences * run.data.sequence_length,
+            compute=run.compute.precision,
+            master=run.compute.master,
+        )
+        for one in shown
     ]
     out.print(
         f"plan `{plan.text}` for {human_count(num_parameters(model))} parameters: "
         f"{plan.world_size} ranks = pipeline {plan.pipeline} x data {plan.data} x context "
-        f"{plan.context} x tensor {plan.tensor}"
+        f"{plan.context} x tensor {plan.tensor}; {batch_size} sequences of "
+        f"{run.data.sequence_length} tokens a step"
     )
     out.print(_ranks_table(views))
     out.print(_messages_table(views[0]))
@@ -126,11 +135,23 @@ def decoder_view(
     plan: Plan,
     model: ModelConfig,
     rank: int,
+    *,
+    tokens: int = 0,
     compute: str = "float32",
     master: str = "float32",
 ) -> RankView:
-    """What one rank of a plan holds of our decoder."""
-    return view_rank(decoder_map(model), plan, rank, compute_dtype=compute, master_dtype=master)
+    """What one rank of a plan holds and sends of our decoder.
+
+    `tokens` are those of one microbatch; 0 leaves activations out.
+    """
+    return view_rank(
+        decoder_map(model),
+        plan,
+        rank,
+        flow=decoder_flow(model, tokens=tokens) if tokens else None,
+        compute_dtype=compute,
+        master_dtype=master,
+    )
 
 
 def _model(name: str) -> ModelConfig:

@@ -15,13 +15,13 @@ from reparto.config.model import (
     tied_parameters,
 )
 from reparto.config.plan import Plan
+from reparto.partition.activations import Flow, activation_messages
 from reparto.partition.layers import decoder_costs
-from reparto.partition.place import ModelMap, holding, names_by_block
+from reparto.partition.place import ModelMap, held_messages, holding, names_by_block
 from reparto.partition.tensors import Placement
 from reparto.partition.volume import (
     Message,
     StateBytes,
-    reduction_messages,
     state_bytes,
     word_messages,
 )
@@ -99,10 +99,11 @@ def view_rank(
     plan: Plan,
     rank: int,
     *,
+    flow: Flow | None = None,
     compute_dtype: str = "float32",
     master_dtype: str = "float32",
 ) -> RankView:
-    """The view of `rank`."""
+    """The view of `rank`. `flow` says what activations cross; without it only state is counted."""
     held = holding(model, plan, rank, gradient_bytes=DTYPE_BYTES[master_dtype])
     types = {"compute_dtype": compute_dtype, "master_dtype": master_dtype}
     return RankView(
@@ -111,7 +112,8 @@ def view_rank(
         table=held.table,
         state=state_bytes(held.layouts, plan=plan, **types),
         messages=(
-            *reduction_messages(held.layouts, plan=plan, kept=held.kept, **types),
+            *held_messages(held, plan, **types),
+            *(activation_messages(flow, plan, held, **types) if flow else ()),
             *word_messages(plan.world_size),
         ),
     )

@@ -26,7 +26,7 @@ from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply
 from reparto.partition.tensors import Rectangle
 from reparto.train.agree import Agreed
-from reparto.train.state import DTYPES, decoder_loss
+from reparto.train.state import DTYPES, chain_of
 from reparto.train.step import Trainer
 
 #: precision -> (loss, gradient, weight), relative
@@ -157,11 +157,19 @@ def _build(question: Question, plan: Plan, mesh: Mesh) -> tuple[Parallel, Traine
     model = Decoder(question.model)
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     dtype = DTYPES[question.precision]
+    chain = chain_of(
+        model,
+        dtype=dtype,
+        sequence_length=question.sequence_length,
+        label_smoothing=question.synchronize.label_smoothing,
+    )
     parallel = apply(
         model,
         mesh=mesh,
         plan=plan,
-        blocks=model.blocks(),
+        blocks=chain.blocks,
+        rules=chain.rules,
+        costs=chain.costs,
         initial=lambda name: initial_tensor(
             name, shapes[name], seed=question.seed, config=question.model, dtype=dtype
         ),
@@ -171,7 +179,7 @@ def _build(question: Question, plan: Plan, mesh: Mesh) -> tuple[Parallel, Traine
     )
     trainer: Trainer[Microbatch] = Trainer(
         parallel,
-        loss=decoder_loss(question.synchronize.label_smoothing),
+        chain=chain,
         synchronize=question.synchronize,
         steps=max(question.steps, 2),
     )

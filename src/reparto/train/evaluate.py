@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from reparto.data.loader import Microbatch, collate_for, evaluation_batches
-from reparto.model.loss import cross_entropy_tokens
 from reparto.trace import Kind
-from reparto.train.state import TrainState, logits
+from reparto.train.state import TrainState
 
 #: tokens of one forward pass without gradients: enough to be efficient, little enough to fit
 _TOKENS_AT_ONCE = 4096
@@ -59,7 +58,7 @@ def evaluate(state: TrainState) -> Evaluation:
                 _add(state, microbatch, sums)
     finally:
         state.model.train(was_training)
-    mesh.group("batch").all_reduce(sums, tag="evaluation").wait()
+    mesh.world.all_reduce(sums, tag="evaluation").wait()
     losses, counts = sums[0].tolist(), sums[1].tolist()
     total = sum(counts)
     return Evaluation(
@@ -74,8 +73,11 @@ def evaluate(state: TrainState) -> Evaluation:
 
 
 def _add(state: TrainState, microbatch: Microbatch, sums: torch.Tensor) -> None:
-    loss_BS = cross_entropy_tokens(logits(state.model, microbatch), microbatch.labels_BS)
-    valid_BS = microbatch.labels_BS >= 0
+    """Every rank runs its part forward; one rank of each model copy adds the losses."""
+    found = state.trainer.losses(microbatch)
+    if found is None or not state.trainer.says_loss:
+        return
+    loss_BS, counts_BS = found
     groups_B = microbatch.group_ids_B
     sums[0].index_add_(0, groups_B, loss_BS.double().sum(1))
-    sums[1].index_add_(0, groups_B, valid_BS.double().sum(1))
+    sums[1].index_add_(0, groups_B, counts_BS.double().sum(1))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from reparto.comm.mesh import Mesh
 from reparto.config.model import ModelConfig, decays, tied_parameters
@@ -19,11 +19,11 @@ from reparto.config.run import Run
 from reparto.data.dataset import TokenSample
 from reparto.data.loader import Loader, Microbatch, collate_for
 from reparto.data.prepared import Prepared
-from reparto.model.loss import cross_entropy_sum
+from reparto.model.chain import Chain, Tokens, decoder_chain
 from reparto.model.transformer import Decoder, initial_tensor
 from reparto.model.weights import open_weights
 from reparto.parallel.compose import Parallel, apply
-from reparto.train.step import LossFunction, Trainer
+from reparto.train.step import Trainer
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -52,7 +52,7 @@ def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> Tra
     model_config = run.model.resolved(prepared.vocab_size)
     model = Decoder(model_config)
     digests: dict[str, str] = {}
-    parallel = share_decoder(run, model, model_config, mesh, digests)
+    parallel, chain = share_decoder(run, model, model_config, mesh, digests)
     loader: Loader[TokenSample, Microbatch] = Loader(
         prepared.train_dataset(),
         collate_for(prepared),
@@ -66,7 +66,7 @@ def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> Tra
     )
     trainer: Trainer[Microbatch] = Trainer(
         parallel,
-        loss=decoder_loss(run.synchronize.label_smoothing),
+        chain=chain,
         synchronize=run.synchronize,
         steps=run.steps,
     )
@@ -86,11 +86,13 @@ def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> Tra
 
 def share_decoder(
     run: Run, model: Decoder, config: ModelConfig, mesh: Mesh, digests: dict[str, str]
-) -> Parallel:
-    """Apply the run's plan to our decoder. Rank 0 notes a digest of every tensor as it is drawn."""
+) -> tuple[Parallel, Chain[Microbatch]]:
+    """Apply the run's plan to our decoder, and say how a microbatch runs through it.
+
+    Rank 0 notes a digest of every tensor that it draws.
+    """
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     master = DTYPES[run.compute.master]
-
     given = None
     if run.model.weights is not None:
         given = open_weights(Path(run.model.weights), shapes, tied=tied_parameters(config))
@@ -104,38 +106,49 @@ def share_decoder(
             digests[name] = hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()
         return whole
 
-    return apply(
+    compute = DTYPES[run.compute.precision]
+    chain = chain_of(
+        model,
+        dtype=compute,
+        sequence_length=run.data.sequence_length,
+        label_smoothing=run.synchronize.label_smoothing,
+    )
+    parallel = apply(
         model,
         mesh=mesh,
         plan=run.partition,
-        blocks=model.blocks(),
+        blocks=chain.blocks,
+        rules=chain.rules,
+        costs=chain.costs,
         initial=initial,
         decays=decays,
-        compute=DTYPES[run.compute.precision],
+        compute=compute,
         master=master,
+    )
+    return parallel, chain
+
+
+def chain_of(
+    model: Decoder, *, dtype: torch.dtype, sequence_length: int, label_smoothing: float
+) -> Chain[Microbatch]:
+    """Our decoder over the loader's microbatches: packed documents and sample numbers included."""
+    return decoder_chain(
+        model,
+        read=_tokens,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        label_smoothing=label_smoothing,
     )
 
 
-def decoder_loss(label_smoothing: float) -> LossFunction[Microbatch]:
-    """Next-token cross-entropy of our decoder: `(sum over valid tokens, their count)`."""
-
-    def loss(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(
-            logits(model, microbatch), microbatch.labels_BS, label_smoothing=label_smoothing
-        )
-
-    return loss
-
-
-def logits(model: nn.Module, microbatch: Microbatch) -> Tensor:
-    """(B, S, V) of our decoder, which is told of packed documents and of sample numbers."""
-    found: Tensor = model(
-        microbatch.input_ids_BS,
+def _tokens(microbatch: Microbatch) -> Tokens:
+    return Tokens(
+        input_ids_BS=microbatch.input_ids_BS,
+        labels_BS=microbatch.labels_BS,
         position_ids_BS=microbatch.position_ids_BS,
         segment_ids_BS=microbatch.segment_ids_BS,
         sample_ids_B=sample_ids(microbatch),
     )
-    return found
 
 
 def sample_ids(microbatch: Microbatch) -> Tensor:
