@@ -17,6 +17,7 @@ from reparto.partition.activations import decoder_flow
 from reparto.partition.grid import Grid
 from reparto.partition.legal import check_plan
 from reparto.partition.show import RankView, decoder_map, view_rank
+from reparto.partition.tokens import batch_slices
 from reparto.units import human_bytes, human_count
 
 
