@@ -21,6 +21,11 @@ PLANS = [
     "data=2,shard=gradients,num_microbatches=4,gradient_sync=microbatch",
     "data=4,replicas=2,shard=parameters",
     "data=2,shard=parameters,recompute=full",
+    "tensor=2,sequence_parallel=true",
+    "pipeline=2,num_microbatches=3",
+    "data=2,tensor=2,pipeline=2",
+    "tensor=2,pipeline=2,schedule=zb-v,num_microbatches=4",
+    "data=2,shard=parameters,tensor=2,pipeline=2,num_microbatches=2",
 ]  # fmt: skip
 
 
