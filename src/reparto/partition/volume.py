@@ -88,6 +88,9 @@ class StateBytes:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+#: schedules that make weight gradients apart from input gradients (`schedule/generate.py`)
+_SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+
 
 def unit_shapes(blocks: Sequence[Shapes], *, plan: Plan, gradient_bytes: int) -> list[Shapes]:
     """The parameters that are reduced or gathered together, in the order of the model.
@@ -290,7 +293,8 @@ def state_bytes(
     | gradients | W | s and the unit that fills beside the one that is sent | 2 s |
     | parameters | s | the same | 2 s |
 
-    Several microbatches that are reduced once keep the full gradients of all units until then.
+    Several microbatches that are reduced once keep the full gradients of all units until then, and
+    so does a schedule that puts weight gradients off.
     A compute type smaller than the master type adds s (or W) of master weights. Under
     `shard=parameters` the units gathered for compute, and on gloo the messages of a reduce_scatter
     before they are added, stand beside this; both are working memory, not state.
@@ -321,12 +325,14 @@ def _peak_gradient_numel(layouts: Sequence[FlatLayout], plan: Plan) -> int:
     """Replays one step of `parallel/zero.py`: units fill and leave from the last to the first."""
     windows = plan.num_microbatches if plan.gradient_sync == "microbatch" else 1
     frees = plan.shard != "optimizer"
+    split = plan.pipeline > 1 and plan.schedule in _SPLIT_BACKWARD
     order = list(reversed(layouts))
     buffers: dict[int, int] = {}
     pieces: dict[int, int] = {}
     peak = 0
     for window in range(windows):
-        if plan.num_microbatches > windows:  # every unit has filled before the last microbatch
+        # every unit fills before the last microbatch; where W comes after B, norms fill theirs in B
+        if plan.num_microbatches > windows or split:
             buffers = {index: layout.whole_numel for index, layout in enumerate(order)}
         for index, layout in enumerate(order):
             arriving = order[index - 1].piece_numel if window and index else 0

@@ -168,6 +168,11 @@ class Trainer(Generic[Batch]):
             return self._chain.losses(output, microbatch, self.parallel.token_loss())
 
     @property
+    def peak_live(self) -> int:
+        """Most activations, in chunks, that this rank has held at once."""
+        return self._executor.peak_live
+
+    @property
     def says_loss(self) -> bool:
         """Whether this rank speaks for its tokens: one rank of each model copy does."""
         return self._executor.has_loss and self.parallel.mesh.coordinates["tensor"] == 0
