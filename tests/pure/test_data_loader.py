@@ -186,12 +186,13 @@ def reading_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_closing_ends_all_threads(taken: int, workers: int) -> None:
+    before = set(reading_threads())  # those of other tests in this process
     loader = Loader(Squares(8), pairs, seed=1, batch_size=4, workers=workers)
     for _ in range(taken):
         next(loader)
     loader.close()
     loader.close()
-    assert reading_threads() == []
+    assert set(reading_threads()) <= before
     with pytest.raises(ValueError, match="closed"):
         next(loader)
 

@@ -48,6 +48,7 @@ def train(
     json_out: bool,
 ) -> None:
     """The verb. Raises `UserError` (2) before anything starts, `Fault` (4) when a run ended so."""
+    os.umask(0o077)  # whatever is written from here on, by this process or a worker, is private
     out = console()
     settings = [*settings, *([f"steps={steps}"] if steps is not None else [])]
     if resume:
