@@ -35,6 +35,12 @@ from reparto.train.optim import clip_coefficient
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 SPLIT = ["zb-h1", "zb-v", "dualpipe-v"]
 
+
+def slowly(*values: object) -> object:
+    """A combination that `make test-all` runs; its neighbours stand for it in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 PLANS = [
     f"pipeline={p},schedule={schedule},num_microbatches={m}"
     for schedule, (p, m) in product(SCHEDULES, [(2, 1), (2, 4), (2, 3), (4, 2), (4, 6)])
@@ -49,7 +55,7 @@ def test_every_schedule_is_one_device(plan: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, slowly(False)])
 def test_biases_dropout_recompute_and_ties(schedule: str, tied: bool) -> None:
     case = Case(layers=4, bias=True, dropout=0.2, label_smoothing=0.1, tied=tied, steps=2)
     plan = f"pipeline=2,num_microbatches=3,schedule={schedule}"
@@ -61,13 +67,13 @@ def test_biases_dropout_recompute_and_ties(schedule: str, tied: bool) -> None:
 @pytest.mark.parametrize(
     "rest",
     [
-        "data=2",
+        slowly("data=2"),
         "data=2,gradient_sync=microbatch",
-        "data=2,shard=optimizer",
-        "data=2,shard=gradients,gradient_sync=microbatch",
+        slowly("data=2,shard=optimizer"),
+        slowly("data=2,shard=gradients,gradient_sync=microbatch"),
         "data=2,shard=parameters",
-        "data=2,shard=parameters,gradient_sync=microbatch",
-        "data=4,replicas=2,shard=parameters",
+        slowly("data=2,shard=parameters,gradient_sync=microbatch"),
+        slowly("data=4,replicas=2,shard=parameters"),
     ],
 )
 def test_with_data_and_sharding(schedule: str, rest: str) -> None:
@@ -369,7 +375,7 @@ def test_L15_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rest", ["", ",data=2,shard=parameters", ",tensor=2"])
+@pytest.mark.parametrize("rest", ["", slowly(",data=2,shard=parameters"), slowly(",tensor=2")])
 def test_L18_tied_copies_stay_equal(schedule: str, rest: str) -> None:
     """Embedding and head on two ranks: equal bits after each of five steps, gradient of both uses.
 
