@@ -24,6 +24,7 @@ from reparto.config.model import ModelConfig, decays
 from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
 from reparto.model.chain import Chain, Tokens, decoder_chain
+from reparto.model.huggingface import llama, llama_chain
 from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply, dtype_name
 from reparto.partition.activations import Flow, activation_messages, decoder_flow
@@ -297,6 +298,8 @@ class Case:
     frozen: str = ""
     "beginning of the names of parameters without a gradient"
     clip_norm: float = 1.0
+    foreign: bool = False
+    "whether the model is transformers' own Llama"
     compute: torch.dtype = torch.float64
     master: torch.dtype = torch.float64
 
@@ -334,18 +337,12 @@ def train_decoder(case: Case, plan: str) -> list[Outcome]:
     parsed = Plan.parse(plan)
 
     def build(mesh: Mesh, plan: Plan) -> Built:
-        model = Decoder(config)
+        model: nn.Module = llama(config) if case.foreign else Decoder(config)
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         for name, one in model.named_parameters():
             if case.frozen and name.startswith(case.frozen):
                 one.requires_grad_(False)
-        chain: Chain[object] = decoder_chain(
-            model,
-            read=_tokens,
-            dtype=case.compute,
-            sequence_length=case.length,
-            label_smoothing=case.label_smoothing,
-        )
+        chain = _chain(case, model)
         parallel = apply(
             model,
             mesh=mesh,
@@ -376,6 +373,26 @@ def train_decoder(case: Case, plan: str) -> list[Outcome]:
         return decoder_flow(config, tokens=tokens, label_smoothing=case.label_smoothing)
 
     return _run(plan, build, batches, steps=case.steps, synchronize=synchronize, flow=flow)
+
+
+def _chain(case: Case, model: nn.Module) -> Chain[object]:
+    if case.foreign:
+        return llama_chain(
+            model,
+            case.config,
+            read=_tokens,
+            dtype=case.compute,
+            sequence_length=case.length,
+            label_smoothing=case.label_smoothing,
+        )
+    assert isinstance(model, Decoder)
+    return decoder_chain(
+        model,
+        read=_tokens,
+        dtype=case.compute,
+        sequence_length=case.length,
+        label_smoothing=case.label_smoothing,
+    )
 
 
 def _tokens(batch: object) -> Tokens:

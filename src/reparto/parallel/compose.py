@@ -148,7 +148,7 @@ def apply(
     if plan.pipeline > 1:
         pipeline.keep_only(model, [block for chunk in mine.values() for block in chunk])
 
-    _recompute([block for chunk in mine.values() for block in chunk], plan.recompute)
+    _recompute(blocks, [block for chunk in mine.values() for block in chunk], plan)
 
     def local_initial(name: str) -> Tensor:
         stored = world.stored(name)
@@ -358,18 +358,26 @@ def _chain_stage(parallel: Parallel, chain: Chain[Batch], chunk: Chunk) -> pipel
     )
 
 
-def _recompute(blocks: Sequence[nn.Module], mode: str) -> None:
+def _recompute(blocks: Sequence[nn.Module], mine: Sequence[nn.Module], plan: Plan) -> None:
     """full: whole layers are run again in backward. selective: only their attention core."""
-    if mode == "none":
+    if plan.recompute == "none":
         return
-    for block in blocks:
+    if plan.recompute == "selective" and not any(map(_cores, blocks)):
+        raise UserError(
+            "recompute=selective runs modules named `core` again, and this model has none",
+            where="partition.recompute",
+            legal="none, full",
+            nearest=plan.model_copy(update={"recompute": "full"}).text,
+        )
+    for block in mine:
         if not list(block.children()):
             continue  # embedding, norm and head keep little that they could make again
-        chosen = [block]
-        if mode == "selective":
-            chosen = [one for name, one in block.named_modules() if name.endswith(".core")]
-        for module in chosen:
+        for module in _cores(block) if plan.recompute == "selective" else [block]:
             module.forward = partial(_checkpointed, module.forward)
+
+
+def _cores(block: nn.Module) -> list[nn.Module]:
+    return [one for name, one in block.named_modules() if name.split(".")[-1] == "core"]
 
 
 def _checkpointed(forward: Callable[..., object], *inputs: object, **named: object) -> object:
