@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -56,8 +55,8 @@ def llama(config: ModelConfig) -> nn.Module:
             nearest="model.dropout=0.0",
         )
     try:
-        library = import_module("transformers")
-        layers = import_module("transformers.models.llama.modeling_llama")
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     except ImportError as error:
         raise UserError(
             f"transformers cannot be imported: {error}",
@@ -66,11 +65,11 @@ def llama(config: ModelConfig) -> nn.Module:
             nearest="pip install 'reparto[hf]'",
         ) from error
     fields = {**to_hf_config(config), "use_cache": False, "attn_implementation": "sdpa"}
-    foreign = library.LlamaConfig.from_dict(fields)
+    foreign = LlamaConfig.from_dict(fields)
     with torch.device("meta"):
-        model: nn.Module = library.LlamaForCausalLM(foreign)
+        model: nn.Module = LlamaForCausalLM(foreign)
     # its tables of inverse wavelengths are buffers, which no strategy gives memory
-    model.get_submodule("model").rotary_emb = layers.LlamaRotaryEmbedding(foreign)
+    model.get_submodule("model").rotary_emb = LlamaRotaryEmbedding(foreign)
     return model
 
 
