@@ -8,8 +8,9 @@
 | `reduce_scatter` | sum, then this rank's piece along `dim` | all_gather |
 
 The transpose of a sum whose result every rank uses alike is a copy, not a second sum: the loss is
-computed by every rank of a tensor group and counted once. All four wait before they return;
-`meanwhile` of the two that ranks wait longest for is called while the gradient travels.
+computed by every rank of a tensor group and counted once. All four wait before they return. Two of
+them take *riders*: other tensors whose gradients are made by `Riders.gradients()` while the message
+of backward travels, and go back through autograd like any gradient.
 
 A tag has two forms, `activation ...` in forward and `activation-gradient ...` in backward, so that
 records, bytes and hang reports tell them apart.
@@ -17,7 +18,8 @@ records, bytes and hang reports tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +31,17 @@ from reparto.comm.collectives import Communicator
 _FORWARD, _BACKWARD = "activation", "activation-gradient"
 
 
+class Riders(Protocol):
+    """Tensors whose gradients are made while a message travels."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """One for each of `tensors`, None where there is nothing to add."""
+        ...
+
+
 def all_reduce(x: Tensor, group: Communicator, *, tag: str) -> Tensor:
     """The sum over the group; overwrites `x`, which nothing may have saved for backward."""
     if group.size == 1:
@@ -38,27 +51,24 @@ def all_reduce(x: Tensor, group: Communicator, *, tag: str) -> Tensor:
 
 
 def all_reduce_gradient(
-    x: Tensor, group: Communicator, *, tag: str, meanwhile: Callable[[], None] | None = None
+    x: Tensor, group: Communicator, *, tag: str, riders: Riders | None = None
 ) -> Tensor:
     """`x` itself; its gradient is summed over the group."""
     if group.size == 1:
         return x
-    out: Tensor = _AllReduceGradient.apply(x, group, tag, meanwhile)  # type: ignore[no-untyped-call]
+    more = riders.tensors if riders else ()
+    out: Tensor = _AllReduceGradient.apply(x, group, tag, riders, *more)  # type: ignore[no-untyped-call]
     return out
 
 
 def all_gather(
-    x: Tensor,
-    group: Communicator,
-    *,
-    dim: int,
-    tag: str,
-    meanwhile: Callable[[], None] | None = None,
+    x: Tensor, group: Communicator, *, dim: int, tag: str, riders: Riders | None = None
 ) -> Tensor:
     """Equal pieces along `dim`, in group order, put together."""
     if group.size == 1:
         return x
-    out: Tensor = _AllGather.apply(x, group, dim, tag, meanwhile)  # type: ignore[no-untyped-call]
+    more = riders.tensors if riders else ()
+    out: Tensor = _AllGather.apply(x, group, dim, tag, riders, *more)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -114,20 +124,23 @@ class _AllReduceGradient(Function):
         x: Tensor,
         group: Communicator,
         tag: str,
-        meanwhile: Callable[[], None] | None,
+        riders: Riders | None,
+        *more: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.tag, ctx.meanwhile = group, tag, meanwhile  # type: ignore[attr-defined]
+        ctx.group, ctx.tag, ctx.riders = group, tag, riders  # type: ignore[attr-defined]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         group: Communicator = ctx.group  # type: ignore[attr-defined]
+        riders: Riders | None = ctx.riders  # type: ignore[attr-defined]
+        if not ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
+            return None, None, None, None, *(riders.gradients() if riders else ())
         total = grad.clone(memory_format=torch.contiguous_format)  # autograd may share `grad`
         handle = group.all_reduce(total, tag=f"{_BACKWARD} {ctx.tag}")  # type: ignore[attr-defined]
-        if ctx.meanwhile is not None:  # type: ignore[attr-defined]
-            ctx.meanwhile()  # type: ignore[attr-defined]
+        made = riders.gradients() if riders else ()
         handle.wait()
-        return total, None, None, None
+        return total, None, None, None, *made
 
 
 class _AllGather(Function):
@@ -138,22 +151,25 @@ class _AllGather(Function):
         group: Communicator,
         dim: int,
         tag: str,
-        meanwhile: Callable[[], None] | None,
+        riders: Riders | None,
+        *more: Tensor,
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.tag = group, dim, tag  # type: ignore[attr-defined]
-        ctx.meanwhile = meanwhile  # type: ignore[attr-defined]
+        ctx.riders = riders  # type: ignore[attr-defined]
         return _gathered(x, group, dim, f"{_FORWARD} {tag}")
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         group: Communicator = ctx.group  # type: ignore[attr-defined]
+        riders: Riders | None = ctx.riders  # type: ignore[attr-defined]
+        if not ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
+            return None, None, None, None, None, *(riders.gradients() if riders else ())
         pieces = _apart(grad, group.size, ctx.dim)  # type: ignore[attr-defined]
         mine = torch.empty_like(pieces[0])
         handle = group.reduce_scatter(mine, pieces, tag=f"{_BACKWARD} {ctx.tag}")  # type: ignore[attr-defined]
-        if ctx.meanwhile is not None:  # type: ignore[attr-defined]
-            ctx.meanwhile()  # type: ignore[attr-defined]
+        made = riders.gradients() if riders else ()
         handle.wait()
-        return mine, None, None, None, None
+        return mine, None, None, None, None, *made
 
 
 class _ReduceScatter(Function):

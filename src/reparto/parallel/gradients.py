@@ -25,7 +25,7 @@ once for weights (torch.autograd.grad), which keeps the whole graph alive until 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,18 +157,22 @@ class WeightGradients:
         """Whether a weight gradient of the current B is queued for this parameter."""
         return id(parameter) in self._waiting
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., D), weight (F, D), bias (F) -> (..., F), as `nn.functional.linear`."""
-        if not (self.enabled and torch.is_grad_enabled()):
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, during: During | None = None
+    ) -> Tensor:
+        """x (..., D), weight (F, D), bias (F) -> (..., F), as `nn.functional.linear`.
+
+        during  where x entered a tensor region: weight gradients may be made while its own travels
+        """
+        if not torch.is_grad_enabled() or (during is None and not self.enabled):
             return functional.linear(x, weight, bias)
-        out: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(x, weight, bias, self, during)  # type: ignore[no-untyped-call]
         return out
 
-    def put(self, input: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def put(self, matmul: _Matmul) -> None:
         """Queue the gradient of one matmul's weight (and bias)."""
-        assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
-        self._queue.append(_Matmul(input, gradient, weight, bias))
-        self._waiting.update(id(one) for one in (weight, bias) if one is not None)
+        self._queue.append(matmul)
+        self._waiting.update(id(one) for one in (matmul.weight, matmul.bias) if one is not None)
 
     def take(self) -> Deferred:
         """What this B queued; the queue starts anew."""
@@ -208,33 +212,80 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+class During:
+    """Weight gradients that wait for the moment in which their input's gradient is on its way.
+
+    A rider of `comm/autograd.py`: made for one entry into a tensor region, filled by the backward
+    of the linear layers inside, emptied by the backward of the entry.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+        self.tensors: list[Tensor] = [
+            one
+            for module in modules
+            for one in (module.weight, module.bias)
+            if one is not None and one.requires_grad
+        ]
+        self.queue: Deferred = []
+
+    def gradients(self) -> list[Tensor | None]:
+        """The sum for each parameter over all matmuls that used it since the entry."""
+        found: dict[int, Tensor] = {}
+        for one in self.queue:
+            gradient_NF = one.gradient.flatten(0, -2)
+            if one.weight.requires_grad:
+                _add(found, one.weight, gradient_NF.t() @ one.input.flatten(0, -2))
+            if one.bias is not None and one.bias.requires_grad:
+                _add(found, one.bias, gradient_NF.sum(0))
+        self.queue.clear()
+        return [found.get(id(one)) for one in self.tensors]
+
+
+def _add(sums: dict[int, Tensor], parameter: nn.Parameter, gradient: Tensor) -> None:
+    before = sums.get(id(parameter))
+    sums[id(parameter)] = gradient if before is None else before + gradient
+
+
 class _Linear(Function):
     """A linear layer whose weight gradient can be put off."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, owner: WeightGradients
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        owner: WeightGradients,
+        during: During | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
         # parameters are leaves and stay; saved, recompute would hand back nameless copies of them
-        ctx.weight, ctx.bias, ctx.owner = weight, bias, owner  # type: ignore[attr-defined]
+        ctx.weight, ctx.bias = weight, bias  # type: ignore[attr-defined]
+        ctx.owner, ctx.during = owner, during  # type: ignore[attr-defined]
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
         weight: Tensor = ctx.weight  # type: ignore[attr-defined]
         bias: Tensor | None = ctx.bias  # type: ignore[attr-defined]
         owner: WeightGradients = ctx.owner  # type: ignore[attr-defined]
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        during: During | None = ctx.during  # type: ignore[attr-defined]
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = grad @ weight if need_x else None
         if not (need_weight or need_bias):
-            return grad_x, None, None, None
-        if owner.put_off:
-            owner.put(x, grad, weight, bias)
-            return grad_x, None, None, None
+            return grad_x, None, None, None, None
+        if owner.put_off or (during is not None and need_x):
+            assert isinstance(weight, nn.Parameter)
+            assert bias is None or isinstance(bias, nn.Parameter)
+            matmul = _Matmul(x, grad, weight, bias)
+            if owner.put_off:
+                owner.put(matmul)
+            elif during is not None:
+                during.queue.append(matmul)
+            return grad_x, None, None, None, None
         grad_NF = grad.flatten(0, -2)
         grad_weight = grad_NF.t() @ x.flatten(0, -2) if need_weight else None
-        return grad_x, grad_weight, grad_NF.sum(0) if need_bias else None, None
+        return grad_x, grad_weight, grad_NF.sum(0) if need_bias else None, None, None

@@ -46,7 +46,7 @@ from reparto.comm.collectives import Communicator
 from reparto.errors import UserError
 from reparto.model.dropout import ElementDropout
 from reparto.model.transformer import Head
-from reparto.parallel.gradients import WeightGradients
+from reparto.parallel.gradients import During, WeightGradients
 from reparto.partition.cuts import Style
 from reparto.partition.tensors import Placement, split_evenly
 
@@ -74,17 +74,30 @@ class Region:
         self.group = group
         self.sequence_parallel = sequence_parallel
 
-    def enter(self, x_BSD: Tensor, tag: str) -> Tensor:
-        """Whole tokens for everyone; in backward the ranks' gradients are summed."""
+    def enter(self, x_BSD: Tensor, tag: str, riders: During) -> Tensor:
+        """Whole tokens for everyone; in backward the ranks' gradients are summed.
+
+        While they are, `riders` make their weight gradients.
+        """
         if self.sequence_parallel:
-            return all_gather(x_BSD, self.group, dim=x_BSD.dim() - 2, tag=tag)
-        return all_reduce_gradient(x_BSD, self.group, tag=tag)
+            return all_gather(x_BSD, self.group, dim=x_BSD.dim() - 2, tag=tag, riders=riders)
+        return all_reduce_gradient(x_BSD, self.group, tag=tag, riders=riders)
 
     def leave(self, x_BSD: Tensor, tag: str) -> Tensor:
         """The sum over ranks, of which each keeps its part of the sequence if they are cut."""
         if self.sequence_parallel:
             return reduce_scatter(x_BSD, self.group, dim=x_BSD.dim() - 2, tag=tag)
         return all_reduce(x_BSD, self.group, tag=tag)
+
+
+class Entry:
+    """A module whose input enters a region for all linear layers inside."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Linear] = []
+        "the layers that take what has entered"
+        self.during: During | None = None
+        "of the forward that goes on"
 
 
 def apply(
@@ -102,19 +115,21 @@ def apply(
     Raises `UserError` for a style on a module of another kind.
     """
     region = Region(group, sequence_parallel=sequence_parallel)
-    entries = [path for path, style in styles.items() if style.name == "enter"]
+    entries = {path: Entry() for path, style in styles.items() if style.name == "enter"}
     for path, style in styles.items():
         module = model.get_submodule(path)
         if style.name in _LINEAR:
             _check_kind(module, nn.Linear, path, style)
-            inside = any(path.startswith(entry + ".") for entry in entries)
             assert isinstance(module, nn.Linear)
-            _cut_linear(module, path, style, region, weight_gradients, enters=not inside)
+            entry = next((entries[e] for e in entries if path.startswith(e + ".")), None)
+            if entry is not None and style.name != "row":
+                entry.modules.append(module)
+            _cut_linear(module, path, style, region, weight_gradients, entry)
         elif style.name == "vocab_rows":
             _check_kind(module, nn.Embedding, path, style)
             _cut_embedding(module, path, table[f"{path}.weight"].held[0].start[0], region)
         elif style.name == "enter":
-            _enter_once(module, path, region)
+            _enter_once(module, path, region, entries[path])
     if sequence_parallel:
         for module in model.modules():
             if isinstance(module, ElementDropout):
@@ -158,13 +173,16 @@ def _cut_linear(
     style: Style,
     region: Region,
     weights: WeightGradients,
-    *,
-    enters: bool,
+    entry: Entry | None,
 ) -> None:
     def column(x_BSD: Tensor, *unused: object) -> Tensor:
-        if enters:
-            x_BSD = region.enter(x_BSD, path)
-        return weights.linear(x_BSD, module.weight, module.bias)
+        if entry is None:
+            during = During([module])
+            x_BSD = region.enter(x_BSD, path, during)
+        else:
+            assert entry.during is not None, f"{path} is called outside the module it is in"
+            during = entry.during
+        return weights.linear(x_BSD, module.weight, module.bias, during=during)
 
     def row(x_BSF: Tensor, *unused: object) -> Tensor:
         out_BSD = region.leave(weights.linear(x_BSF, module.weight, None), path)
@@ -193,18 +211,19 @@ def _cut_embedding(module: nn.Module, path: str, first: int, region: Region) -> 
     module.register_forward_hook(after)
 
 
-def _enter_once(module: nn.Module, path: str, region: Region) -> None:
+def _enter_once(module: nn.Module, path: str, region: Region, entry: Entry) -> None:
     """Let the first tensor that the module is called with enter the region."""
 
     def before(
         module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
+        during = entry.during = During(entry.modules)
         if inputs and isinstance(inputs[0], Tensor):
-            return (region.enter(inputs[0], path), *inputs[1:]), named
+            return (region.enter(inputs[0], path, during), *inputs[1:]), named
         key = next(name for name, value in named.items() if isinstance(value, Tensor))
         value = named[key]
         assert isinstance(value, Tensor)
-        return inputs, {**named, key: region.enter(value, path)}
+        return inputs, {**named, key: region.enter(value, path, during)}
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
