@@ -200,6 +200,64 @@ def fingerprint(place: Place, group: str, order: list[str]) -> object:
     return place.ring.fingerprint
 
 
+# --- memory of one host --------------------------------------------------------------------------
+
+
+def buffer_sums(place: Place, group: str, dtype: str, numel: int, parts: int) -> object:
+    """Sums of parts of a buffer, all under way at once, waited for from the last to the first."""
+    one = place.mesh.group(group)
+    buffer = one.buffer(numel, dtype=DTYPES[dtype], device=torch.device("cpu"))
+    zeros = bool((buffer == 0).all())
+    seen = []
+    for turn in range(2):  # the second finds what the first left
+        buffer.copy_(fractions(one.index + turn, (numel,), dtype))
+        pieces = torch.tensor_split(buffer, parts)
+        handles = [one.all_reduce(piece, tag=f"part {i}") for i, piece in enumerate(pieces)]
+        for handle in handles if turn else reversed(handles):
+            handle.wait()
+        seen.append(buffer.tolist())
+    return [zeros, *seen]
+
+
+def unread_messages(place: Place, number: int) -> object:
+    """More messages sent than a box holds, read from the last to the first, then some more."""
+    one = place.mesh.group("shard")
+    if one.index == 0:
+        for value in range(number):
+            one.send(torch.full((3,), float(value)), to=1, tag="m").wait()
+        return []
+    inputs = [torch.empty(3) for _ in range(number)]
+    handles = [one.recv(tensor, source=0, tag="m") for tensor in inputs]
+    for at in range(0, number, 100):  # within what a box holds, in any order
+        for handle in reversed(handles[at : at + 100]):
+            handle.wait()
+    return [tensor[0].item() for tensor in inputs]
+
+
+def crossed_waits(place: Place) -> object:
+    """Two lanes of one group, waited for in opposite orders by the two members."""
+    one, other = place.mesh.group("shard"), place.mesh.group("unshard")
+    a, b = torch.full((2,), 1.0 + one.index), torch.full((2,), 10.0 + one.index)
+    handles = [one.all_reduce(a, tag="a"), other.all_reduce(b, tag="b")]
+    for handle in handles if one.index else reversed(handles):
+        handle.wait()
+    return [a.tolist(), b.tolist()]
+
+
+def different_things(place: Place, how: str) -> object:
+    """Two ranks that do not do the same; returns what each is told. Uses a lane of its own."""
+    one = place.mesh.group("replicas")
+    place.ring.set_step(4)
+    try:
+        if how == "operation" and one.index:
+            one.all_gather(torch.empty(2, 4), torch.ones(4), tag="gather").wait()
+        else:
+            one.all_reduce(torch.ones(4 + one.index * (how == "size")), tag="sum").wait()
+    except Fault as fault:
+        return str(fault)
+    return "nothing was noticed"
+
+
 # --- disagreement --------------------------------------------------------------------------------
 
 
@@ -275,6 +333,7 @@ CASES: Mapping[str, Callable[..., object]] = {
     for case in (
         all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, messages_in_order,
         many_under_way, two_lanes, barrier_and_bytes, records_of_everything, fingerprint, refused,
-        late, uneven_is_no_disagreement, word,
+        late, uneven_is_no_disagreement, word, buffer_sums, unread_messages, crossed_waits,
+        different_things,
     )
 }  # fmt: skip

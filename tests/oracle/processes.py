@@ -1,4 +1,5 @@
-"""Real gloo processes that stay for the whole session and do the cases they are told to.
+"""Real processes that stay for the whole session and do the cases they are told to, over gloo or
+through the memory of this host.
 
 Importing torch costs seconds, so one process imports it once and forks a worker for every rank,
 before anything of torch has been used. Each worker talks over a socket pair in lines of JSON; they
@@ -49,10 +50,13 @@ class Pool:
             self._lines.append(ours.makefile("rw"))
         self._pids = [int(str(pid)) for pid in self._gather(START_S)]
 
-    def run(self, case: str, **arguments: object) -> list[object]:
-        """Do a case of `collective_cases.py` on every rank; their values in rank order."""
+    def run(self, case: str, *, over: str = "gloo", **arguments: object) -> list[object]:
+        """Do a case of `collective_cases.py` on every rank; their values in rank order.
+
+        over  `gloo` or `shared`, the memory of this host
+        """
         for line in self._lines:
-            line.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+            line.write(json.dumps({"case": case, "over": over, "arguments": arguments}) + "\n")
             line.flush()
         return self._gather(ANSWER_S)
 
@@ -99,6 +103,7 @@ def serve(rank: int, world_size: int, store_path: str, descriptor: int) -> None:
 
     from reparto.comm.backend import file_store, start_process_group
     from reparto.comm.mesh import SignatureCheck, torch_mesh
+    from reparto.comm.shared import Host
     from reparto.config.plan import Plan
     from reparto.partition.grid import Grid
     from reparto.trace import Ring
@@ -109,23 +114,33 @@ def serve(rank: int, world_size: int, store_path: str, descriptor: int) -> None:
     )
     ring = Ring(None, rank=rank, capacity=1024)
     grid = Grid.of(Plan.parse(PLAN))
-    mesh = torch_mesh(grid, rank, ring=ring, timeout_s=GLOO_S)
-    signatures = file_store(store_path + "-signatures", world_size)
-    check = SignatureCheck(signatures, ring=ring, generation=1)
-    checked = torch_mesh(
-        grid, rank, ring=ring, timeout_s=GLOO_S, check=check, purposes=("world", "shard")
-    )
+    host = Host(file_store(store_path + "-host", world_size), rank=rank, world_size=world_size,
+                timeout_s=GLOO_S)  # fmt: skip
+    assert host.shares(range(world_size))
 
     def new_check(generation: int) -> SignatureCheck:
         impatient = file_store(f"{store_path}-{generation}", world_size)
         impatient.set_timeout(timedelta(seconds=LATE_S))
         return SignatureCheck(impatient, ring=ring, generation=generation)
 
-    place = Place(
-        mesh=mesh,
-        checked={"world": checked.world, "shard": checked.group("shard")},
-        new_check=new_check,
-    )
+    def place(over: str, host: Host | None) -> Place:
+        signatures = file_store(f"{store_path}-signatures-{over}", world_size)
+        check = SignatureCheck(signatures, ring=ring, generation=1)
+        mesh = torch_mesh(grid, rank, ring=ring, timeout_s=GLOO_S, host=host)
+        if host is not None:  # a second mesh needs mail of its own
+            host = Host(file_store(store_path + "-checked", world_size), rank=rank,
+                        world_size=world_size, timeout_s=GLOO_S)  # fmt: skip
+        checked = torch_mesh(
+            grid, rank, ring=ring, timeout_s=GLOO_S, check=check, purposes=("world", "shard"),
+            host=host,
+        )  # fmt: skip
+        return Place(
+            mesh=mesh,
+            checked={"world": checked.world, "shard": checked.group("shard")},
+            new_check=new_check,
+        )
+
+    places = {"gloo": place("gloo", None), "shared": place("shared", host)}
     with socket.socket(fileno=descriptor) as mine, mine.makefile("rw") as lines:
 
         def say(answer: object) -> None:
@@ -136,7 +151,7 @@ def serve(rank: int, world_size: int, store_path: str, descriptor: int) -> None:
         for line in lines:
             told = json.loads(line)
             try:
-                say({"value": CASES[told["case"]](place, **told["arguments"])})
+                say({"value": CASES[told["case"]](places[told["over"]], **told["arguments"])})
             except Exception as error:
                 traceback.print_exc()
                 say({"error": f"{type(error).__name__}: {error}"})

@@ -23,9 +23,8 @@ from reparto.comm.backend import (
     client_store,
     file_store,
     finish_process_group,
-    start_process_group,
 )
-from reparto.comm.mesh import torch_mesh
+from reparto.comm.mesh import join_mesh
 from reparto.config.plan import Plan
 from reparto.errors import Fault, PeerLost, RepartoError, UserError
 from reparto.partition.grid import Grid
@@ -163,10 +162,9 @@ def _run(
 ) -> Value:
     """Everything between joining and leaving."""
     torch.set_num_threads(threads)
-    start_process_group(
-        backend="gloo", rank=rank, world_size=plan.world_size, store=store, timeout_s=timeout_s
+    mesh = join_mesh(
+        Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=timeout_s
     )
-    mesh = torch_mesh(Grid.of(plan), rank, ring=ring, timeout_s=timeout_s)
     session = Session(plan, mesh=mesh, run_dir=run_dir, resume=resume, asked_to_stop=stop)
     value = as_json(main(session))
     mesh.world.barrier(tag="end").wait()

@@ -46,8 +46,8 @@ from reparto.checkpoint.save import Saver
 from reparto.checkpoint.shards import element_bytes
 from reparto.checkpoint.share import writes
 from reparto.checkpoint.snapshot import Piece, Snapshot
-from reparto.comm.backend import file_store, finish_process_group, start_process_group
-from reparto.comm.mesh import Mesh, torch_mesh
+from reparto.comm.backend import file_store, finish_process_group
+from reparto.comm.mesh import Mesh, join_mesh
 from reparto.config.model import num_parameters, preset
 from reparto.config.plan import Plan
 from reparto.config.run import Run, Synchronize
@@ -331,12 +331,11 @@ def main() -> None:
         torch.set_num_threads(1)
         generation = int((control / "generation").read_text())
         store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
-        start_process_group(
-            backend="gloo", rank=rank, world_size=world_size, store=store, timeout_s=_TIMEOUT_S
-        )
         plan = Plan.parse(PLAN)
         ring = Ring(control / f"rank-{rank}.ring", rank=rank)
-        mesh = torch_mesh(Grid.of(plan), rank, ring=ring, timeout_s=_TIMEOUT_S)
+        mesh = join_mesh(
+            Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
+        )
         sequences, length = SIZES[question["model"]]
         workload = Workload(
             config=preset(question["model"]), sequences=sequences, sequence_length=length

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from reparto.bench import contestants as make
 from reparto.bench.protocol import Contestant, run_rounds
-from reparto.comm.backend import file_store, finish_process_group, start_process_group
-from reparto.comm.mesh import Mesh, torch_mesh
+from reparto.comm.backend import file_store, finish_process_group
+from reparto.comm.mesh import Mesh, join_mesh
 from reparto.config.model import preset
 from reparto.config.plan import Plan
 from reparto.partition.grid import Grid
@@ -42,12 +42,11 @@ def main() -> None:
         torch.set_num_threads(1)
         generation = int((control / "generation").read_text())
         store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
-        start_process_group(
-            backend="gloo", rank=rank, world_size=world_size, store=store, timeout_s=_TIMEOUT_S
-        )
         plan = Plan.parse(question["plan"])
         ring = Ring(control / f"rank-{rank}.ring", rank=rank)
-        mesh = torch_mesh(Grid.of(plan), rank, ring=ring, timeout_s=_TIMEOUT_S)
+        mesh = join_mesh(
+            Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
+        )
         workload = make.Workload(
             config=preset(question["model"]),
             sequences=question["sequences"],

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from reparto.comm.backend import file_store, finish_process_group, start_process_group
+from reparto.comm.backend import file_store, finish_process_group
 from reparto.comm.fake import FakeWorld, run_threads
-from reparto.comm.mesh import Mesh, fake_mesh, single_mesh, torch_mesh
+from reparto.comm.mesh import Mesh, fake_mesh, join_mesh, single_mesh
 from reparto.config.model import ModelConfig
 from reparto.config.plan import Plan
 from reparto.config.run import Synchronize
@@ -139,10 +139,9 @@ def main() -> None:
         plan = Plan.parse(start["plan"])
         ring = Ring(control / f"rank-{rank}.ring", rank=rank)
         store = file_store(str(control / "generation-1" / "workers"), world_size)
-        start_process_group(
-            backend="gloo", rank=rank, world_size=world_size, store=store, timeout_s=_TIMEOUT_S
+        mesh = join_mesh(
+            Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
         )
-        mesh = torch_mesh(Grid.of(plan), rank, ring=ring, timeout_s=_TIMEOUT_S)
         run_rank(folder, plan, role, mesh)
         mesh.world.barrier(tag="end").wait()
         finish_process_group()

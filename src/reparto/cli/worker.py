@@ -105,8 +105,8 @@ def work(
     import torch
 
     from reparto.cli.workroom import Room
-    from reparto.comm.backend import file_store, finish_process_group, start_process_group
-    from reparto.comm.mesh import SignatureCheck, torch_mesh
+    from reparto.comm.backend import file_store, finish_process_group
+    from reparto.comm.mesh import SignatureCheck, join_mesh
     from reparto.config.run import read_run
     from reparto.data.prepared import open_prepared
     from reparto.partition.grid import Grid
@@ -119,23 +119,14 @@ def work(
     if store is None:
         store = file_store(str(control / f"generation-{generation}" / "workers"), world_size)
     ring = Ring(control / f"rank-{rank}.ring", rank=rank)
-    backend = run.communicate.backend
-    if backend == "auto":
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-        backend = "nccl" if enough else "gloo"
-    start_process_group(
-        backend=backend,
-        rank=rank,
-        world_size=world_size,
-        store=store,
-        timeout_s=run.communicate.timeout_s,
-    )
     check = None
     if run.communicate.check == "collective":
         check = SignatureCheck(store, ring=ring, generation=generation)
-    mesh = torch_mesh(
+    mesh = join_mesh(
         Grid.of(run.partition),
         rank,
+        backend=run.communicate.backend,
+        store=store,
         ring=ring,
         timeout_s=run.communicate.timeout_s,
         check=check,

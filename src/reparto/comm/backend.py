@@ -1,7 +1,8 @@
 """What carries bytes: torch process groups (gloo on CPU, NCCL on GPU) behind a small protocol.
 
-`Transport` is the seam. The real one is `TorchTransport` below; `comm/fake.py` has one that runs N
-ranks as threads. Nothing above this file imports torch.distributed.
+`Transport` is the seam. `TorchTransport` below crosses hosts; `comm/shared.py` has the one between
+processes of one host, `comm/fake.py` one that runs N ranks as threads. Nothing above this room
+imports torch.distributed.
 
 Two operations of gloo are lowered by us, because its own are slow (64 MB, one host, ms):
 
@@ -74,6 +75,10 @@ class Transport(Protocol):
     def recv(self, tensor: Tensor, *, source: int) -> Work: ...
 
     def barrier(self) -> Work: ...
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in which sums are cheapest; see `Communicator.buffer`."""
+        ...
 
 
 class Done:
@@ -220,6 +225,9 @@ class TorchTransport:
     def barrier(self) -> Work:
         # a one-element sum: gloo's own barrier has no asynchronous form with a usable time-out
         return self.all_reduce(torch.zeros(1), op="sum")
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
 
 
 def _issued(work: dist.Work | None) -> dist.Work:

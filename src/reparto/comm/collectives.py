@@ -188,6 +188,14 @@ class Communicator:
             bytes(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)
         ]
 
+    def buffer(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros for sums: where ranks share memory, `all_reduce` of it, whole or in part, copies
+        nothing. Every member must ask for the same buffers in the same order.
+        """
+        if self._transport is None or device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._transport.buffer(numel, dtype)
+
     # -- records -------------------------------------------------------------------------------
 
     def _start(self, op: Collective, tensor: Tensor | None, tag: str, *, even: bool = True) -> int:

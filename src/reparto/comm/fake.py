@@ -94,6 +94,9 @@ class FakeTransport:
     def barrier(self) -> Work:
         return self._meet([], lambda seen: None)
 
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
 
 class _Arrival:
     def __init__(self, table: Table, box: queue.Queue[Tensor], tensor: Tensor) -> None:

@@ -7,18 +7,23 @@ are made at one place in one order, because making a group is itself a collectiv
 Groups with the same members share one transport but keep their own names in the records. Two
 purposes that may be under way at once in an order that differs between ranks (gathering weights,
 reducing gradients) get two transports, so that each keeps a fixed order.
+
+Groups whose members share a host's memory do not go through torch at all (`comm/shared.py`).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from reparto.comm.backend import Store, TorchTransport, Transport
+from reparto.comm.backend import Store, TorchTransport, Transport, start_process_group
 from reparto.comm.collectives import Check, Communicator
 from reparto.comm.fake import FakeWorld
+from reparto.comm.shared import Host
 from reparto.errors import Fault, PeerLost
 from reparto.partition.grid import Grid
 from reparto.trace import Ring
@@ -75,8 +80,12 @@ def torch_mesh(
     timeout_s: float,
     check: Check | None = None,
     purposes: Iterable[str] = PURPOSES,
+    host: Host | None = None,
 ) -> Mesh:
-    """A mesh over torch process groups; the job's process group must have been joined."""
+    """A mesh over torch process groups; the job's process group must have been joined.
+
+    With `host`, groups within one host go through its memory; tensors must be on processors.
+    """
     made: set[tuple[tuple[int, ...], str]] = set()
     mine: dict[tuple[tuple[int, ...], str], Transport] = {}
 
@@ -87,16 +96,60 @@ def torch_mesh(
             if len(members) == 1 or key in made:
                 continue
             made.add(key)
+            if host is not None and host.shares(members):
+                if rank in members:
+                    mine[key] = host.transport(members, lane)
+                continue
             if len(members) == grid.world_size and not lane:
-                group = dist.group.WORLD
+                group = _world()
             else:
                 group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_s))
             if rank in members:
-                assert group is not None, "the job's process group has not been joined"
                 mine[key] = TorchTransport(group, ranks=members, index=members.index(rank))
         return mine.get((ranks, lane))
 
     return _mesh(grid, rank, ring=ring, transport=transport, check=check, purposes=purposes)
+
+
+def join_mesh(
+    grid: Grid,
+    rank: int,
+    *,
+    backend: str,
+    store: Store,
+    ring: Ring,
+    timeout_s: float,
+    check: Check | None = None,
+) -> Mesh:
+    """Join the job over `store` and return its mesh. `finish_process_group` leaves it.
+
+    backend  auto: nccl if there is a GPU for every rank; else memory within a host, gloo between
+             hosts. gloo: that alone. nccl: that alone.
+    """
+    if backend == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= grid.world_size
+        backend = "nccl" if enough else "auto"
+    start_process_group(
+        backend="gloo" if backend == "auto" else backend, rank=rank, world_size=grid.world_size,
+        store=store, timeout_s=timeout_s,
+    )  # fmt: skip
+    host = None
+    if backend == "auto" and grid.world_size > 1:
+        # a store can outlive a failed start, and then holds what dead processes said
+        word = torch.tensor([secrets.randbits(62)])
+        everyone = TorchTransport(_world(), ranks=range(grid.world_size), index=rank)
+        everyone.broadcast(word, source=0).wait()
+        host = Host(
+            store, rank=rank, world_size=grid.world_size, timeout_s=timeout_s,
+            meeting=str(int(word)),
+        )  # fmt: skip
+    return torch_mesh(grid, rank, ring=ring, timeout_s=timeout_s, check=check, host=host)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "the job's process group has not been joined"
+    return group
 
 
 def fake_mesh(grid: Grid, rank: int, *, world: FakeWorld, ring: Ring) -> Mesh:

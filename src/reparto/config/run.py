@@ -153,7 +153,7 @@ class Communicate(_Table):
     """Stage 3: what carries tensors between ranks."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    "auto: nccl where there are enough GPUs, else gloo"
+    "auto: nccl where there are enough GPUs, else this host's memory, and gloo between hosts"
     timeout_s: float = Field(60.0, gt=0, strict=False)
     "seconds after which a collective that a rank has not joined is a fault"
     check: Literal["step", "collective"] = "step"

@@ -56,10 +56,11 @@ class Bucket:
     """Weights and gradients that are reduced together."""
 
     def __init__(
-        self, layout: FlatLayout, *, master: torch.dtype, device: torch.device, keep_sum: bool
-    ) -> None:
+        self, layout: FlatLayout, *, group: Communicator, master: torch.dtype,
+        device: torch.device, keep_sum: bool,
+    ) -> None:  # fmt: skip
         self.layout = layout
-        self.gradient = torch.zeros(layout.whole_numel, dtype=master, device=device)
+        self.gradient = group.buffer(layout.whole_numel, dtype=master, device=device)
         self.total = torch.zeros_like(self.gradient) if keep_sum else self.gradient
         "the sum over reduced windows; the same memory where there is one window a step"
         self.waiting = 0
@@ -112,7 +113,9 @@ class Buckets:
         self._table = table
         # last layers first: the order in which buckets fill, and the order in which they leave
         self.buckets = [
-            Bucket(layout, master=master, device=device, keep_sum=self._windows > 1)
+            Bucket(
+                layout, group=self._group, master=master, device=device, keep_sum=self._windows > 1
+            )
             for layout in reversed(layouts)
         ]
         self._bucket_of: dict[str, tuple[Bucket, Slot]] = {
