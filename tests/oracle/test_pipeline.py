@@ -251,6 +251,9 @@ class Recorder:
     def contributed(self, name: str, parameter: Tensor) -> None:
         self.events.append(f"+{name}")
 
+    def place(self, name: str) -> None:
+        return None
+
     def ready(self, name: str) -> None:
         self.events.append(f"!{name}")
 

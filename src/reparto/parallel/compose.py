@@ -134,14 +134,13 @@ def apply(
     held = holding(world, plan, mesh.rank, gradient_bytes=master.itemsize)
     styles = match_rules(rules, world.paths or ()) if rules is not None else {}
 
-    split = plan.pipeline > 1 and not schedule_of(plan).fuse_backward
-    weight_gradients = WeightGradients(enabled=split)
+    weight_gradients = WeightGradients()
     if plan.tensor > 1:
         tensor.apply(
             model, styles=styles, table=held.tensor_held, group=mesh.group("tensor"),
             sequence_parallel=plan.sequence_parallel, weight_gradients=weight_gradients,
         )  # fmt: skip
-    elif split:
+    else:
         tensor.defer_linears(model, styles, weight_gradients)
 
     mine = {chunk.pipeline_stage: blocks_of(chunk, blocks) for chunk in held.chunks}

@@ -130,6 +130,8 @@ class Buckets:
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._readiness: Readiness | None = None
         self._next = 0
+        self._empty: set[str] = set()
+        "parameters whose place in the bucket holds nothing of this window yet"
 
     def memory(self, name: str) -> Tensor:
         """The weight that forward and backward use."""
@@ -162,34 +164,54 @@ class Buckets:
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
-            bucket.total.zero_()
+            if bucket.total is not bucket.gradient:
+                bucket.total.zero_()
 
     def begin_window(self, num_microbatches: int) -> None:
         """Start collecting `num_microbatches` contributions for one reduction."""
         self._next = 0
+        self._empty = set(self._bucket_of)
         for bucket in self.buckets:
-            if bucket.total is not bucket.gradient:
-                bucket.gradient.zero_()
             bucket.waiting = len(bucket.layout.slots)
-        if self._compute == self._master:
-            for name, (bucket, slot) in self._bucket_of.items():
-                self._parameters[name].grad = bucket.view(slot, bucket.gradient)
+        for name in self._bucket_of:
+            self._parameters[name].grad = None
         assert self._readiness is not None, "attach comes first"
         self._readiness.begin_window(num_microbatches)
 
+    def place(self, name: str) -> tuple[Tensor, bool] | None:
+        """Where a gradient may be made, so that nothing is copied, and whether to add to it."""
+        if self._compute != self._master:
+            return None
+        bucket, slot = self._bucket_of[name]
+        add = name not in self._empty
+        self._empty.discard(name)
+        view = bucket.view(slot, bucket.gradient)
+        self._parameters[name].grad = view
+        return view, add
+
     def contributed(self, name: str, parameter: Tensor) -> None:
-        """In the master type autograd has added into the bucket already; else add and drop."""
+        """The first gradient of a window is written into the bucket, so nothing need be zeroed;
+        in the master type, autograd adds the others there by itself.
+        """
         gradient = parameter.grad
         bucket, slot = self._bucket_of[name]
         view = bucket.view(slot, bucket.gradient)
         assert gradient is not None
         if gradient.data_ptr() == view.data_ptr():
             return
-        view.add_(gradient)  # fp32 sum of bf16 terms
+        if name in self._empty:
+            self._empty.discard(name)
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)  # fp32 sum of bf16 terms
         parameter.grad = view if self._compute == self._master else None
 
     def ready(self, name: str) -> None:
-        self._bucket_of[name][0].waiting -= 1
+        bucket, slot = self._bucket_of[name]
+        if name in self._empty:  # the loss did not reach it
+            self._empty.discard(name)
+            bucket.view(slot, bucket.gradient).zero_()
+        bucket.waiting -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             bucket = self.buckets[self._next]
             tag = f"gradient {self._label}{self._next}"

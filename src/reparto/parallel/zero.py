@@ -389,6 +389,9 @@ class Zero:
             if self._by_block:
                 self.reshard_unit(unit)
 
+    def place(self, name: str) -> None:
+        """Rows lie rank by rank in the buffer, so a matmul cannot write them there."""
+
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.gradients is Gradients.EMPTY:
             unit.gradients = Gradients.FILLING
