@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reparto.bench.protocol import Contestant
-from reparto.comm.mesh import Mesh
+from reparto.comm.mesh import Mesh, torch_mesh
 from reparto.config.model import ModelConfig, decays
 from reparto.config.plan import Plan
 from reparto.config.run import Run, Synchronize
@@ -22,6 +22,7 @@ from reparto.data.loader import Microbatch
 from reparto.model.loss import cross_entropy_sum
 from reparto.model.transformer import Decoder, build
 from reparto.parallel.data import reduce_naively
+from reparto.trace import Ring
 from reparto.train.state import share_decoder
 from reparto.train.step import Trainer
 
@@ -124,10 +125,13 @@ def ddp(workload: Workload, mesh: Mesh) -> Contestant:
 
 
 def naive(workload: Workload, mesh: Mesh) -> Contestant:
-    """Add devices, change nothing else: gradients reduced one by one after backward."""
+    """Add devices, change nothing else: torch's own all_reduce for every gradient, one by one,
+    after backward.
+    """
     model = _fresh(workload)
     parameters = list(model.parameters())
-    group = mesh.group("reduce")
+    ring = Ring(None, rank=mesh.rank, capacity=4096)
+    group = torch_mesh(mesh.grid, mesh.rank, ring=ring, timeout_s=300.0).group("reduce")
 
     def reduce() -> None:
         reduce_naively(parameters, group)
@@ -144,6 +148,14 @@ def single(workload: Workload, mesh: Mesh) -> Contestant:
     return _loop(
         "ideal", workload, mesh.rank, model, list(model.parameters()), lambda: None, alone=True
     )
+
+
+def apart(workload: Workload, mesh: Mesh) -> Contestant:
+    """Both processes at once, each on its part, with no word between them: what two busy cores
+    that share memory and caches leave of twice one process, before any communication.
+    """
+    model = _fresh(workload)
+    return _loop("apart", workload, mesh.rank, model, list(model.parameters()), lambda: None)
 
 
 def fsdp2(workload: Workload, mesh: Mesh) -> Contestant:

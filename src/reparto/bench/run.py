@@ -15,13 +15,15 @@ from reparto.config.model import num_parameters, preset
 from reparto.errors import Fault, UserError
 from reparto.trace import Collective, Kind, Ring
 
-#: sequences a rank and tokens a sequence, by model: about a second of compute a step here
+#: sequences a rank and tokens a sequence, by model
 SIZES = {"1m": (8, 128), "10m": (4, 128), "50m": (4, 128)}
+#: steps in one timing: two to three seconds on a core of 70 GFLOP/s, so that short noise evens out
+STEPS = {"1m": 10, "10m": 3, "50m": 1}
 
 
 def bench_data(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str, object]:
     """`data=2` against DDP, the naive twin, and one process alone."""
-    peers = ["ddp", "naive", "ideal"]
+    peers = ["ddp", "naive", "ideal", "apart"]
     seconds = _measure(model, "data=2", ["ours", *peers], rounds, tell)
     # one process does half of the batch: the ideal does twice its work in the same time
     found, aa = ratios(seconds, scale={"ideal": 1.0})
@@ -117,7 +119,7 @@ def _measure(
         (folder / name).mkdir(mode=0o700)
     question = {
         "model": model, "plan": plan, "contestants": list(contestants), "rounds": rounds,
-        "steps": 2 if memory else 1, "sequences": sequences, "sequence_length": length,
+        "steps": 2 if memory else STEPS[model], "sequences": sequences, "sequence_length": length,
         "memory": memory, "supervisor_pid": os.getpid(),
     }  # fmt: skip
     (folder / "question.json").write_text(json.dumps(question))

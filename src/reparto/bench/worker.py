@@ -77,7 +77,8 @@ def main() -> None:
 def _one(name: str, workload: make.Workload, mesh: Mesh, plan: Plan) -> Contestant:
     if name == "ours":
         return make.ours(workload, mesh, plan)
-    peers = {"ddp": make.ddp, "naive": make.naive, "ideal": make.single, "fsdp2": make.fsdp2}
+    peers = {"ddp": make.ddp, "naive": make.naive, "ideal": make.single,
+             "apart": make.apart, "fsdp2": make.fsdp2}  # fmt: skip
     return peers[name](workload, mesh)
 
 

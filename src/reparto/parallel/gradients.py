@@ -11,11 +11,11 @@ The window is a whole step, or one microbatch under `gradient_sync=microbatch`. 
 loss never reached are not waited for: `end_window` reports them, so nothing hangs on a branch that
 one rank did not take. They are named once to the user.
 
-`WeightGradients` takes the weight gradients of matmuls out of backward where a schedule wants them
-later: in B a linear layer queues (input, output gradient), in W the queue is drained, and its
-contributions fire then. Where nothing is put off, they are made in backward as ever, but straight
-into the memory they are reduced from. Everything else (norms, biases of other layers, embeddings) has its
-gradient in B. Under recompute the queue holds the input that was made again.
+`WeightGradients` makes the weight gradients of matmuls. Where a schedule wants them later, a linear
+layer queues (input, output gradient) in B, the queue is drained in W, and its contributions fire
+then. Where nothing is put off, they are made in backward as ever, but straight into the memory they
+are reduced from. Everything else (norms, biases of other layers, embeddings) has its gradient in B.
+Under recompute the queue holds the input that was made again.
 
 Rejected: a static graph learned in the first step, cheaper by a dictionary look-up, which dies in
 the second step of a model with an unused branch; and running backward twice, once for inputs and
