@@ -6,6 +6,7 @@ Nothing is written and no process is started before the whole run has been found
 from __future__ import annotations
 
 import getpass
+import importlib.util
 import json
 import os
 import signal
@@ -160,6 +161,13 @@ def _print_answer(run: Run, path: Path, result: Mapping[str, object], json_out: 
 def check_run(run: Run) -> None:
     """All that can be refused before data is read; the same on every rank of a launcher."""
     refuse_unbuilt(run.partition)
+    if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(
+            "the package tensorboard is not installed",
+            where="tensorboard",
+            legal="false, or true where it is installed",
+            nearest="pip install 'reparto[tensorboard]'",
+        )
     check_plan(
         run.partition, batch_size=run.data.batch_size, sequence_length=run.data.sequence_length
     )

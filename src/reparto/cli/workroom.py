@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reparto.checkpoint.background import BackgroundSaver
 from reparto.checkpoint.layout import Parent, moment_name
@@ -30,19 +31,36 @@ from reparto.trace import Kind
 from reparto.train.loop import LoopResult, Row, train_loop
 from reparto.train.state import TrainState, build
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 class FileSink:
     """Rows to metrics.jsonl, events to the ledger; silent on every rank but 0."""
 
-    def __init__(self, run_dir: Path, ledger: Ledger | None) -> None:
+    def __init__(
+        self, run_dir: Path, ledger: Ledger | None, *, tensorboard: bool = False, step: int = 0
+    ) -> None:
+        """`tensorboard` writes rows for it too; what it has of later steps than `step` is void."""
         self._ledger = ledger
         self._rows = None
+        self._board: SummaryWriter | None = None
+        if ledger is not None and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         if ledger is not None:
             self._rows = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def row(self, row: Row) -> None:
         if self._rows is not None:
             self._rows.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            step = row["step"]
+            assert isinstance(step, int)
+            for key, value in row.items():
+                if key != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"train/{key}", float(value), step)
 
     def event(self, kind: str, body: Mapping[str, object]) -> None:
         if self._ledger is not None:
@@ -51,6 +69,8 @@ class FileSink:
     def close(self) -> None:
         if self._rows is not None:
             self._rows.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class Room:
@@ -88,10 +108,10 @@ class Room:
         position = int(str(checkpoint.manifest.state["position"])) if checkpoint else 0
         self._ledger = self._open_ledger(checkpoint)
         self._rows_dropped = 0
+        step = checkpoint.manifest.step if checkpoint else 0
         if mesh.rank == 0:  # before the sink opens the file; a restart from the start drops all
-            step = checkpoint.manifest.step if checkpoint else 0
             self._rows_dropped = cut_metrics(run_dir / "metrics.jsonl", step)
-        self._sink = FileSink(run_dir, self._ledger)
+        self._sink = FileSink(run_dir, self._ledger, tensorboard=run.tensorboard, step=step)
         self._state: TrainState = build(run, prepared, mesh, position=position)
         if checkpoint is not None:
             self._take_up(checkpoint)

@@ -139,7 +139,7 @@ class Compute(_Table):
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     "type of forward and backward; sums, updates and moments are float32 (float64 for float64)"
     compile: bool = False
-    "compile every block with torch.compile"
+    "compile every block with torch.compile: half a minute on a processor before the first step"
     threads: int = Field(0, ge=0)
     "threads of one worker; 0: cores of this host divided by its workers"
 
@@ -235,6 +235,8 @@ class Run(_Table):
     "from which initial weights, sample order and dropout grow"
     steps: int = Field(300, ge=1)
     "length of the training in optimizer steps; schedules are made for it"
+    tensorboard: bool = False
+    "also write every row of metrics.jsonl for TensorBoard, into RUN_DIR/tensorboard"
     objective: Objective = Objective()
     model: ModelTable = ModelTable()
     data: DataConfig = DataConfig()
@@ -361,13 +363,27 @@ def _refuse_unbuilt(run: Run) -> None:
             legal="reparto",
             nearest="reparto",
         )
-    for value, where, what in ((run.compute.compile, "compute.compile", "compiling blocks"),):
-        if value:
-            raise UserError(f"{what} is not built yet", where=where, nearest="leave it out")
+    if run.compute.compile and run.partition.tensor > 1:
+        raise UserError(
+            "messages stand inside the blocks of a tensor-parallel model, and compiling those is "
+            "not built yet",
+            where="compute.compile",
+            legal="false, or partition.tensor = 1",
+            nearest="false",
+        )
 
 
 #: tables and keys that a resume may change without being asked
-_FREE = ("partition", "communicate", "recover", "guard", "objective", "name", "owner")
+_FREE = (
+    "partition",
+    "communicate",
+    "recover",
+    "guard",
+    "objective",
+    "name",
+    "owner",
+    "tensorboard",
+)
 _FREE_KEYS = ("compute.threads", "compute.compile", "data.loader_workers")
 
 

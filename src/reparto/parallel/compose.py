@@ -4,8 +4,9 @@
                     sharding cuts the rows of what is left (`partition/place.py`)
     2 tensor        hooks on whole modules, while every module is still there
     3 pipeline      takes away the parameters of blocks that are elsewhere
-    4 recompute     wraps forward of blocks, so that it runs again what stands above, messages too
-    5 data or zero  gives parameters their memory and watches their gradients: last, because it cuts
+    4 compile       each block that is here, if asked for
+    5 recompute     wraps forward of blocks, so that it runs again what stands above, messages too
+    6 data or zero  gives parameters their memory and watches their gradients: last, because it cuts
                     what the others left, and first to gather, because its hooks are outermost
 
 Each line needs what stands above it and nothing below.
@@ -116,6 +117,7 @@ def apply(
     compute: torch.dtype = torch.float32,
     master: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    compile_blocks: bool = False,
 ) -> Parallel:
     """Share `model` out over `mesh` by `plan`. Its parameters may be on `meta`.
 
@@ -124,6 +126,8 @@ def apply(
     costs    relative compute of each block, by which a pipeline is cut; default: all alike
     initial  global name -> whole initial tensor; asked only for what this rank holds a part of
     decays   global name -> whether weight decay applies
+    compile_blocks  run each block that has layers through torch.compile; hooks stay outside, and
+             weight gradients are left to autograd, so a W of the schedule is empty
 
     A `Chain` has blocks, rules and costs. Raises `UserError` for what the model cannot do.
     """
@@ -134,20 +138,23 @@ def apply(
     held = holding(world, plan, mesh.rank, gradient_bytes=master.itemsize)
     styles = match_rules(rules, world.paths or ()) if rules is not None else {}
 
-    weight_gradients = WeightGradients()
+    weight_gradients = WeightGradients(enabled=not compile_blocks)
     if plan.tensor > 1:
         tensor.apply(
             model, styles=styles, table=held.tensor_held, group=mesh.group("tensor"),
             sequence_parallel=plan.sequence_parallel, weight_gradients=weight_gradients,
         )  # fmt: skip
-    else:
+    elif not compile_blocks:
         tensor.defer_linears(model, styles, weight_gradients)
 
     mine = {chunk.pipeline_stage: blocks_of(chunk, blocks) for chunk in held.chunks}
     if plan.pipeline > 1:
         pipeline.keep_only(model, [block for chunk in mine.values() for block in chunk])
 
-    _recompute(blocks, [block for chunk in mine.values() for block in chunk], plan)
+    here = [block for chunk in mine.values() for block in chunk]
+    if compile_blocks:
+        _compile(here)
+    _recompute(blocks, here, plan)
 
     def local_initial(name: str) -> Tensor:
         stored = world.stored(name)
@@ -355,6 +362,16 @@ def _chain_stage(parallel: Parallel, chain: Chain[Batch], chunk: Chunk) -> pipel
         reduction=parallel.parts[index],
         borrows=borrows,
     )
+
+
+def _compile(blocks: Sequence[nn.Module]) -> None:
+    """Block by block: all layers are alike, so they are compiled once, and gathering weights,
+    sending and recomputing stay outside. A whole model compiled at once would have its messages
+    inside the graph, where their order is the compiler's.
+    """
+    for block in blocks:
+        if list(block.children()):
+            block.forward = torch.compile(block.forward)
 
 
 def _recompute(blocks: Sequence[nn.Module], mine: Sequence[nn.Module], plan: Plan) -> None:

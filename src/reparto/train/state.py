@@ -124,6 +124,7 @@ def share_decoder(
         decays=decays,
         compute=compute,
         master=master,
+        compile_blocks=run.compute.compile,
     )
     return parallel, chain
 
