@@ -293,6 +293,49 @@ def test_generate_and_checkpoint_verbs(cache: Path, whole: Path, tmp_path: Path)
     assert done.returncode == 3 and "step-8" in done.stderr and "rank-00001" in done.stderr
 
 
+def test_tensorboard_gets_every_row_and_any_folder_name_will_do(
+    cache: Path, run_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = tmp_path / "data=2,board"
+    answer(reparto("train", str(run_file), "--set", "tensorboard=true", "--stop-after", "3",
+                   "--run-dir", str(run_dir), "--json", cache=cache))  # fmt: skip
+    board = EventAccumulator(str(run_dir / "tensorboard"))
+    board.Reload()
+    seen = [(one.step, one.value) for one in board.Scalars("train/loss")]
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert [value for _, value in seen] == pytest.approx(losses(run_dir))
+    assert (run_dir / "checkpoints" / "step-3").is_dir()
+    assert stat.S_IMODE((run_dir / "tensorboard").stat().st_mode) == 0o700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    ["data=2,shard=parameters,recompute=full", "pipeline=2,schedule=zb-h1,num_microbatches=2"],
+)
+def test_compiled_blocks_give_the_same_losses(
+    cache: Path, run_file: Path, tmp_path: Path, plan: str
+) -> None:
+    found = []
+    for number, choice in enumerate(("true", "false")):
+        run_dir = tmp_path / str(number)
+        answer(reparto("train", str(run_file), "--plan", plan, "--stop-after", "3", "--set",
+                       f"compute.compile={choice}", "--run-dir", str(run_dir), "--json",
+                       cache=cache, timeout_s=500))  # fmt: skip
+        found.append(losses(run_dir))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_compiling_a_tensor_plan_is_refused(cache: Path, run_file: Path, tmp_path: Path) -> None:
+    done = reparto("train", str(run_file), "--plan", "tensor=2", "--set", "compute.compile=true",
+                   "--run-dir", str(tmp_path / "x"), cache=cache)  # fmt: skip
+    assert done.returncode == 2 and "compute.compile" in done.stderr, done.stderr
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_launchers_give_the_same_losses(

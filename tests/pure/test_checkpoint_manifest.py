@@ -21,6 +21,7 @@ from reparto.checkpoint.layout import (
     canonical,
     decode,
     encode,
+    run_name,
 )
 from reparto.errors import CheckFailed, RepartoError, UserError
 
@@ -315,3 +316,13 @@ def test_a_bomb_of_small_values_stays_small(unit: bytes) -> None:
     with pytest.raises(Damaged):
         decode(raw, None)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100 << 10
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("first-run", "first-run"), ("data=2,tensor=2", "data-2-tensor-2"), ("-x", "run-x"),
+     ("corrida ñ", "corrida--"), (".hidden", "run.hidden"), ("", "run")],
+)  # fmt: skip
+def test_any_folder_gives_a_name_that_a_manifest_allows(folder: str, name: str) -> None:
+    assert run_name(folder) == name
+    assert len(run_name("=" * 4000)) <= 128

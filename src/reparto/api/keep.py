@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from reparto.checkpoint.layout import Parent, moment_name
+from reparto.checkpoint.layout import Parent, moment_name, run_name
 from reparto.checkpoint.load import Checkpoint, find_latest
 from reparto.checkpoint.save import Saver
 from reparto.checkpoint.share import writes
@@ -39,7 +39,7 @@ class Keeper:
         self._parent: Parent | None = None
         self._saver = Saver(
             run_dir / "checkpoints",
-            run=run_dir.name,
+            run=run_name(run_dir.name),
             key=self._key,
             rank=self._mesh.rank,
             exchange=self._exchange,

@@ -63,6 +63,15 @@ _SIGNATURE = re.compile(rb',"hmac":"([0-9a-f]{64})"}\Z')
 _SIGNATURE_BYTES = 10 + 64 + 1  # of the match above, without its closing brace
 
 
+def run_name(folder: str) -> str:
+    """The name of a run in its manifests: that of its folder, in letters they allow.
+
+    A folder may be called `data=2,tensor=2`; the run must not come to its first save to hear of it.
+    """
+    safe = re.sub(r"[^A-Za-z0-9._\-]", "-", folder)[:120]
+    return safe if re.match(_RUN_NAME, safe) else f"run{safe}"
+
+
 class Damaged(CheckFailed):
     """A checkpoint, or a file of it, is not what it should be. Exit status 3.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reparto.checkpoint.background import BackgroundSaver
-from reparto.checkpoint.layout import Parent, moment_name
+from reparto.checkpoint.layout import Parent, moment_name, run_name
 from reparto.checkpoint.load import Checkpoint, find_latest
 from reparto.checkpoint.save import Saver, SaveReport
 from reparto.checkpoint.share import writes
@@ -92,7 +92,7 @@ class Room:
         self._passed_over: tuple[str, ...] = ()
         self._saver = Saver(
             run_dir / "checkpoints",
-            run=run_dir.name,
+            run=run_name(run_dir.name),
             key=self._key,
             rank=mesh.rank,
             exchange=self._save_exchange if run.recover.background else self._exchange,
