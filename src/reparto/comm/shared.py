@@ -131,10 +131,14 @@ class Host:
 
 
 def _identity() -> str:
-    """The same for processes that see each other: one kernel, one name space of processes."""
+    """The same for processes that see each other: one kernel, one name space of processes.
+
+    One of the network too: who gives processes networks of their own wants hosts, emulated or real,
+    and what crosses between them is to cross the network.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}:{os.readlink('/proc/self/ns/pid')}:{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return f"alone:{os.getpid()}"
 
