@@ -1,4 +1,4 @@
-"""`bench data | zero | overhead`: starts workers, gathers ratios, says what was compared."""
+"""`bench data | zero | tensor | overhead`: starts workers, gathers ratios, says what is compared."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def bench_zero(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str
     return _answer("zero", model, rounds, found, aa, seconds, memory)
 
 
+def bench_tensor(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str, object]:
+    """`tensor=2` against torch's DTensor, both on the same batch."""
+    seconds = _measure(model, "tensor=2", ["ours", "dtensor"], rounds, tell)
+    found, aa = ratios(seconds, scale={})
+    return _answer("tensor", model, rounds, found, aa, seconds, {}, shared=True)
+
+
 def bench_overhead(tell: Callable[[str], None]) -> dict[str, object]:
     """What recording one collective costs, in a tight loop."""
     ring = Ring(None, rank=0, capacity=4096)
@@ -77,10 +84,13 @@ def _answer(
     aa: Mapping[str, float],
     seconds: Mapping[str, Sequence[float]],
     more: Mapping[str, object],
+    *,
+    shared: bool = False,
 ) -> dict[str, object]:
     sequences, length = SIZES[model]
     medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-    tokens = 2 * sequences * length
+    tokens = (1 if shared else 2) * sequences * length
+    whose = "of both workers" if shared else "a worker"
     return {
         "name": name,
         "model": model,
@@ -88,9 +98,13 @@ def _answer(
         "ratios": dict(found),
         "aa": dict(aa),
         "workload": f"{num_parameters(preset(model))} parameters, 2 workers of one thread, "
-        f"{sequences} sequences of {length} tokens a worker and step, AdamW fused, clipping 1.0; "
-        "`ideal` is one single-thread process on one worker's part, so its ratio is the share of "
-        "twice its speed",
+        f"{sequences} sequences of {length} tokens {whose} and step, AdamW fused, clipping 1.0"
+        + (
+            "; `ideal` is one single-thread process on one worker's part, so its ratio is the "
+            "share of twice its speed"
+            if "ideal" in found
+            else ""
+        ),
         "figures": {
             "seconds_a_step": medians,
             "tokens_per_s": tokens / medians["ours"],

@@ -78,7 +78,7 @@ def _one(name: str, workload: make.Workload, mesh: Mesh, plan: Plan) -> Contesta
     if name == "ours":
         return make.ours(workload, mesh, plan)
     peers = {"ddp": make.ddp, "naive": make.naive, "ideal": make.single,
-             "apart": make.apart, "fsdp2": make.fsdp2}  # fmt: skip
+             "apart": make.apart, "fsdp2": make.fsdp2, "dtensor": make.dtensor}  # fmt: skip
     return peers[name](workload, mesh)
 
 

@@ -12,7 +12,7 @@ from reparto.errors import UserError
 
 def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
     """The verb."""
-    from reparto.bench.run import bench_data, bench_overhead, bench_zero
+    from reparto.bench.run import bench_data, bench_overhead, bench_tensor, bench_zero
 
     if rounds < 3:
         raise UserError(f"{rounds} rounds have no quartiles", where="--rounds", legal=">= 3")
@@ -25,6 +25,8 @@ def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
         found = bench_data(model, rounds, tell)
     elif name == "zero":
         found = bench_zero(model, rounds, tell)
+    elif name == "tensor":
+        found = bench_tensor(model, rounds, tell)
     elif name == "overhead":
         found = bench_overhead(tell)
     elif name == "checkpoint":
@@ -33,7 +35,7 @@ def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
         found = bench_checkpoint(model, rounds, tell)
     else:
         raise UserError(f"no benchmark is called `{name}`", where="bench",
-                        legal="data, zero, checkpoint, overhead")  # fmt: skip
+                        legal="data, zero, tensor, checkpoint, overhead")  # fmt: skip
     table = Table(
         title=f"bench {name} {model}: above 1 is better for reparto", title_justify="left"
     )
