@@ -1,4 +1,4 @@
-"""`bench data | zero | tensor | overhead`: starts workers, gathers ratios, says what is compared."""
+"""`bench data | zero | tensor | overhead`: starts workers, gathers ratios, says what it did."""
 
 from __future__ import annotations
 
