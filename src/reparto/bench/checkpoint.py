@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from reparto.bench.contestants import SEED, Workload, batches
+from reparto.bench.measure import load_of
 from reparto.bench.protocol import quartiles
 from reparto.bench.run import SIZES
 from reparto.checkpoint.background import BackgroundSaver
@@ -52,7 +53,7 @@ from reparto.config.model import num_parameters, preset
 from reparto.config.plan import Plan
 from reparto.config.run import Run, Synchronize
 from reparto.data.loader import Microbatch
-from reparto.errors import Fault, UserError
+from reparto.errors import Fault
 from reparto.model.transformer import Decoder
 from reparto.partition.grid import Grid
 from reparto.recover.supervise import Supervisor, write_error
@@ -82,14 +83,12 @@ def bench_checkpoint(
     steps   optimizer steps with and without a save that are compared
     folder  where checkpoints are written: choose the disk that is meant; the temporary folder else
     """
-    if model not in SIZES:
-        raise UserError(f"`{model}` has no workload", where="--model", legal=", ".join(SIZES))
+    load = load_of(model, SIZES)
     place = Path(tempfile.mkdtemp(prefix="reparto-bench-", dir=folder))
     try:
         seconds, num_bytes = _measure(place, model, rounds, steps, tell)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    sequences, length = SIZES[model]
 
     def each(value: Callable[[dict[str, float]], float]) -> dict[str, float]:
         rows = [dict(zip(seconds, row, strict=True)) for row in zip(*seconds.values(), strict=True)]
@@ -108,7 +107,7 @@ def bench_checkpoint(
         "aa": each(lambda row: row["steps_again"] / row["steps"]),
         "workload": f"{num_parameters(preset(model))} parameters with both moments in float32, "
         f"{num_bytes} bytes a checkpoint, 2 workers of one thread under {PLAN}, {steps} steps of "
-        f"{sequences} sequences of {length} tokens a worker",
+        f"{load.sequences} sequences of {load.sequence_length} tokens a worker",
         "figures": {
             "seconds": {name: quartiles(values)["median"] for name, values in seconds.items()},
             "paid_share_of_dcp": share,
@@ -336,10 +335,11 @@ def main() -> None:
         mesh = join_mesh(
             Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
         )
-        sequences, length = SIZES[question["model"]]
+        load = load_of(question["model"], SIZES)
         workload = Workload(
-            config=preset(question["model"]), sequences=sequences, sequence_length=length
-        )
+            config=preset(load.model), sequences=load.sequences,
+            sequence_length=load.sequence_length,
+        )  # fmt: skip
         subject = Subject(workload, mesh, plan)
         subject.step()
         parts = Parts(subject, mesh, folder / "out", steps=int(question["steps"]))

@@ -1,12 +1,16 @@
-"""The contestants of `bench data` and `bench zero`: ours, the naive twin, DDP, FSDP2, one process.
+"""What the contestants of all benchmarks share, ours, and the peers of `bench data` and `zero`:
+the naive twin, DDP, FSDP2, one process.
+
+Peers of another benchmark have a file of their own with a `PEERS` table, which `worker.py` joins.
 
 All get the same model, initial weights, batches, clipping and fused AdamW, one thread a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -39,6 +43,11 @@ class Workload:
     sequences: int
     "sequences a rank and step"
     sequence_length: int
+    num_microbatches: int = 1
+    "parts that the sequences are cut into"
+
+
+Maker = Callable[[Workload, Mesh, Plan], Contestant]
 
 
 def batches(workload: Workload, rank: int) -> Iterator[Microbatch]:
@@ -56,8 +65,25 @@ def batches(workload: Workload, rank: int) -> Iterator[Microbatch]:
         )
 
 
-def ours(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
+def in_microbatches(batch: Microbatch, count: int) -> list[Microbatch]:
+    """A batch in `count` equal parts."""
+    rows = len(batch.sample_ids) // count
+    parts = [slice(start, start + rows) for start in range(0, rows * count, rows)]
+    return [
+        Microbatch(
+            input_ids_BS=batch.input_ids_BS[part],
+            labels_BS=batch.labels_BS[part],
+            group_ids_B=batch.group_ids_B[part],
+            sample_ids=batch.sample_ids[part],
+            num_tokens=rows * batch.input_ids_BS.shape[1],
+        )
+        for part in parts
+    ]
+
+
+def ours(workload: Workload, mesh: Mesh, plan: Plan, name: str = "ours") -> Contestant:
     """Our trainer, with its agreement word, records and all."""
+    plan = plan.model_copy(update={"num_microbatches": workload.num_microbatches})
     run = Run(
         seed=SEED,
         steps=1000,
@@ -74,13 +100,14 @@ def ours(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
 
     def step() -> None:
         count[0] += 1
-        trainer.step([next(source)], number=count[0], position=0)
+        parts = in_microbatches(next(source), workload.num_microbatches)
+        trainer.step(parts, number=count[0], position=0)
 
-    return Contestant(name="ours", step=step)
+    return Contestant(name=name, step=step)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    named = list(model.named_parameters())
+def fused_adamw(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of every peer; parameters decay by their names, as ours do."""
     groups = [
         {"params": [p for n, p in named if decays(n)], "weight_decay": 0.1},
         {"params": [p for n, p in named if not decays(n)], "weight_decay": 0.0},
@@ -98,7 +125,7 @@ def _loop(
     *,
     alone: bool = False,
 ) -> Contestant:
-    optimizer = _optimizer(model)
+    optimizer = fused_adamw(list(model.named_parameters()))
     source = batches(workload, rank)
     tokens = workload.sequences * workload.sequence_length
 
@@ -114,21 +141,22 @@ def _loop(
     return Contestant(name=name, step=step, alone=alone)
 
 
-def _fresh(workload: Workload) -> Decoder:
+def fresh(workload: Workload) -> Decoder:
+    """The model with its initial weights, the same for every contestant."""
     return build(workload.config, seed=SEED)
 
 
-def ddp(workload: Workload, mesh: Mesh) -> Contestant:
+def ddp(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
     """torch's DistributedDataParallel, gradients as bucket views."""
-    model = DistributedDataParallel(_fresh(workload), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(fresh(workload), gradient_as_bucket_view=True)
     return _loop("ddp", workload, mesh.rank, model, list(model.parameters()), lambda: None)
 
 
-def naive(workload: Workload, mesh: Mesh) -> Contestant:
+def naive(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
     """Add devices, change nothing else: torch's own all_reduce for every gradient, one by one,
     after backward.
     """
-    model = _fresh(workload)
+    model = fresh(workload)
     parameters = list(model.parameters())
     ring = Ring(None, rank=mesh.rank, capacity=4096)
     group = torch_mesh(mesh.grid, mesh.rank, ring=ring, timeout_s=300.0).group("reduce")
@@ -142,80 +170,35 @@ def naive(workload: Workload, mesh: Mesh) -> Contestant:
     return _loop("naive", workload, mesh.rank, model, parameters, reduce)
 
 
-def single(workload: Workload, mesh: Mesh) -> Contestant:
+def single(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
     """One process with one thread on one rank's part of the batch; the other core is idle."""
-    model = _fresh(workload)
+    model = fresh(workload)
     return _loop(
         "ideal", workload, mesh.rank, model, list(model.parameters()), lambda: None, alone=True
     )
 
 
-def apart(workload: Workload, mesh: Mesh) -> Contestant:
+def apart(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
     """Both processes at once, each on its part, with no word between them: what two busy cores
     that share memory and caches leave of twice one process, before any communication.
     """
-    model = _fresh(workload)
+    model = fresh(workload)
     return _loop("apart", workload, mesh.rank, model, list(model.parameters()), lambda: None)
 
 
-def fsdp2(workload: Workload, mesh: Mesh) -> Contestant:
+def fsdp2(workload: Workload, mesh: Mesh, plan: Plan) -> Contestant:
     """torch's fully_shard, every layer a unit, as its documentation does it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     device_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = _fresh(workload)
+    model = fresh(workload)
     for layer in model.model.layers:
         fully_shard(layer, mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)
     return _loop("fsdp2", workload, mesh.rank, model, list(model.parameters()), lambda: None)
 
 
-def dtensor(workload: Workload, mesh: Mesh) -> Contestant:
-    """torch's parallelize_module: attention and feed-forward cut by column, then by row; embedding
-    and head whole on every rank, since they are one tied table.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    device_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = _fresh(workload)
-    for layer in model.model.layers:
-        styles = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-        styles |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-        rows = {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-        parallelize_module(layer, device_mesh, {**styles, **rows})
-    cut = [one for one in model.parameters() if isinstance(one, DTensor)]
-    whole = [one for one in model.parameters() if not isinstance(one, DTensor)]
-    decay = {id(one) for name, one in model.named_parameters() if decays(name)}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": members, "weight_decay": rate}
-            for kind in (cut, whole)
-            for rate in (0.1, 0.0)
-            if (members := [one for one in kind if (id(one) in decay) == (rate > 0)])
-        ],
-        lr=RATE, betas=(0.9, 0.95), fused=True,
-    )  # fmt: skip
-    source = batches(workload, 0)
-    tokens = workload.sequences * workload.sequence_length
-
-    def step() -> None:
-        batch = next(source)
-        loss, _ = cross_entropy_sum(model(batch.input_ids_BS), batch.labels_BS)
-        (loss / tokens).backward()  # type: ignore[no-untyped-call]
-        norms = [nn.utils.get_total_norm([one.grad for one in kind if one.grad is not None])
-                 for kind in (cut, whole)]  # fmt: skip
-        plain = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
-        norm = torch.stack(plain).square().sum().sqrt()
-        for kind in (cut, whole):
-            nn.utils.clip_grads_with_norm_(kind, CLIP, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Contestant(name="dtensor", step=step)
+PEERS: Mapping[str, Maker] = MappingProxyType(
+    {"ddp": ddp, "naive": naive, "ideal": single, "apart": apart, "fsdp2": fsdp2}
+)

@@ -1,55 +1,100 @@
-"""`bench data | zero | tensor | overhead`: starts workers, gathers ratios, says what it did."""
+"""`bench data | zero | tensor | pipeline | overhead`: what each compares, and what it answers."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 
+from reparto.bench.measure import Load, Tell, load_of, measure
 from reparto.bench.protocol import ratios
-from reparto.config.model import num_parameters, preset
-from reparto.errors import Fault, UserError
+from reparto.schedule.rules import NAMES
 from reparto.trace import Collective, Kind, Ring
 
-#: sequences a rank and tokens a sequence, by model
-SIZES = {"1m": (8, 128), "10m": (4, 128), "50m": (4, 128)}
-#: steps in one timing: two to three seconds on a core of 70 GFLOP/s, so that short noise evens out
-STEPS = {"1m": 10, "10m": 3, "50m": 1}
+#: each worker's own batch
+SIZES = {
+    name: Load(
+        model=name, sequences=sequences, sequence_length=128, steps=steps, shared=False
+    )
+    for name, sequences, steps in (("1m", 8, 10), ("10m", 4, 3), ("50m", 4, 1))
+}  # fmt: skip
+#: one batch for a tensor group
+TENSOR_SIZES = {
+    name: Load(model=name, sequences=load.sequences, sequence_length=128, steps=load.steps,
+               shared=True)
+    for name, load in SIZES.items()
+}  # fmt: skip
+#: one batch in eight microbatches for a pipeline
+PIPELINE_SIZES = {
+    name: Load(model=name, sequences=sequences, sequence_length=128, num_microbatches=8,
+               steps=steps, shared=True)
+    for name, sequences, steps in (("1m", 32, 3), ("10m", 16, 2), ("50m", 8, 1))
+}  # fmt: skip
+#: rounds that choose among orders before the race
+TRIAL_ROUNDS = 3
 
 
-def bench_data(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str, object]:
+def bench_data(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     """`data=2` against DDP, the naive twin, and one process alone."""
+    load = load_of(model, SIZES)
     peers = ["ddp", "naive", "ideal", "apart"]
-    seconds = _measure(model, "data=2", ["ours", *peers], rounds, tell)
+    seconds = measure(load, "data=2", ["ours", *peers], rounds, tell)
     # one process does half of the batch: the ideal does twice its work in the same time
     found, aa = ratios(seconds, scale={"ideal": 1.0})
-    return _answer("data", model, rounds, found, aa, seconds, {})
+    return _answer("data", load, rounds, found, aa, seconds, {})
 
 
-def bench_zero(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str, object]:
+def bench_zero(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     """`data=2,shard=parameters` against FSDP2: speed, and steady peak memory of a worker."""
+    load = load_of(model, SIZES)
     plan = "data=2,shard=parameters"
-    seconds = _measure(model, plan, ["ours", "fsdp2"], rounds, tell)
+    seconds = measure(load, plan, ["ours", "fsdp2"], rounds, tell)
     found, aa = ratios(seconds, scale={})
     memory = {}
     for name in ("ours", "fsdp2"):
         tell(f"memory of {name}")
-        memory[f"{name}_steady_peak_bytes"] = _measure(model, plan, [name], 1, tell, memory=True)
-    return _answer("zero", model, rounds, found, aa, seconds, memory)
+        memory[f"{name}_steady_peak_bytes"] = measure(load, plan, [name], 1, tell, memory=True)
+    return _answer("zero", load, rounds, found, aa, seconds, memory)
 
 
-def bench_tensor(model: str, rounds: int, tell: Callable[[str], None]) -> dict[str, object]:
+def bench_tensor(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     """`tensor=2` against torch's DTensor, both on the same batch."""
-    seconds = _measure(model, "tensor=2", ["ours", "dtensor"], rounds, tell)
+    load = load_of(model, TENSOR_SIZES)
+    seconds = measure(load, "tensor=2", ["ours", "dtensor"], rounds, tell)
     found, aa = ratios(seconds, scale={})
-    return _answer("tensor", model, rounds, found, aa, seconds, {}, shared=True)
+    return _answer("tensor", load, rounds, found, aa, seconds, {})
 
 
-def bench_overhead(tell: Callable[[str], None]) -> dict[str, object]:
+def bench_pipeline(model: str, rounds: int, tell: Tell) -> dict[str, object]:
+    """`pipeline=2` with the best of our orders against every order of torch.
+
+    A few rounds first say which of our orders is best, and which of torch's is with an even cut;
+    then those run against all of torch's on our cut.
+    """
+    load = load_of(model, PIPELINE_SIZES)
+    orders = ["gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v"]
+    plan = "pipeline=2"
+    tell("trial of our orders")
+    trial = measure(load, plan, [f"ours:{name}" for name in NAMES], TRIAL_ROUNDS, tell)
+    tell("trial of torch's orders on an even cut")
+    even = measure(load, plan, [f"torch_even:{name}" for name in orders], TRIAL_ROUNDS, tell)
+    best, best_even = _fastest(trial, "ours:"), _fastest(even, "torch_even:")
+    peers = [f"torch:{name}" for name in orders]
+    seconds = measure(load, f"{plan},schedule={best.partition(':')[2]}",
+                      ["ours", *peers, best_even], rounds, tell)  # fmt: skip
+    found, aa = ratios(seconds, scale={})
+    best_torch = _fastest(seconds, "torch:")
+    named = {"torch_best": found[best_torch], "torch_even": found.pop(best_even), **found}
+    more = {
+        "ours": best.partition(":")[2],
+        "torch_best": best_torch.partition(":")[2],
+        "torch_even": best_even.partition(":")[2],
+        "trial_seconds_a_step": {name: _median(values) for name, values in (trial | even).items()},
+    }
+    return _answer("pipeline", load, rounds, named, aa, seconds, more)
+
+
+def bench_overhead(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     """What recording one collective costs, in a tight loop."""
     ring = Ring(None, rank=0, capacity=4096)
     count = 20_000
@@ -76,29 +121,55 @@ def bench_overhead(tell: Callable[[str], None]) -> dict[str, object]:
     }
 
 
+def bench_checkpoint(model: str, rounds: int, tell: Tell) -> dict[str, object]:
+    """What a save costs training, beside torch.distributed.checkpoint."""
+    from reparto.bench.checkpoint import bench_checkpoint as found
+
+    return found(model, rounds, tell)
+
+
+#: name -> (model, rounds, what hears of progress) -> the object of `--json`
+BENCHES: Mapping[str, Callable[[str, int, Tell], dict[str, object]]] = MappingProxyType(
+    {
+        "data": bench_data,
+        "zero": bench_zero,
+        "tensor": bench_tensor,
+        "pipeline": bench_pipeline,
+        "checkpoint": bench_checkpoint,
+        "overhead": bench_overhead,
+    }
+)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _fastest(seconds: Mapping[str, Sequence[float]], prefix: str) -> str:
+    """The name with `prefix` whose median step is shortest."""
+    return min(
+        (name for name in seconds if name.startswith(prefix)),
+        key=lambda name: _median(seconds[name]),
+    )
+
+
 def _answer(
     name: str,
-    model: str,
+    load: Load,
     rounds: int,
     found: Mapping[str, object],
     aa: Mapping[str, float],
     seconds: Mapping[str, Sequence[float]],
     more: Mapping[str, object],
-    *,
-    shared: bool = False,
 ) -> dict[str, object]:
-    sequences, length = SIZES[model]
-    medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-    tokens = (1 if shared else 2) * sequences * length
-    whose = "of both workers" if shared else "a worker"
+    medians = {key: _median(values) for key, values in seconds.items()}
     return {
         "name": name,
-        "model": model,
+        "model": load.model,
         "rounds": rounds,
         "ratios": dict(found),
         "aa": dict(aa),
-        "workload": f"{num_parameters(preset(model))} parameters, 2 workers of one thread, "
-        f"{sequences} sequences of {length} tokens {whose} and step, AdamW fused, clipping 1.0"
+        "workload": load.words
         + (
             "; `ideal` is one single-thread process on one worker's part, so its ratio is the "
             "share of twice its speed"
@@ -107,66 +178,7 @@ def _answer(
         ),
         "figures": {
             "seconds_a_step": medians,
-            "tokens_per_s": tokens / medians["ours"],
+            "tokens_per_s": load.tokens / medians["ours"],
             **more,
         },
     }
-
-
-def _measure(
-    model: str,
-    plan: str,
-    contestants: Sequence[str],
-    rounds: int,
-    tell: Callable[[str], None],
-    *,
-    memory: bool = False,
-) -> dict[str, list[float]]:
-    """Run two workers; returns what rank 0 measured."""
-    from reparto.recover.supervise import Supervisor
-
-    if model not in SIZES:
-        raise UserError(f"`{model}` has no workload", where="--model", legal=", ".join(SIZES))
-    folder = Path(tempfile.mkdtemp(prefix="reparto-bench-"))
-    sequences, length = SIZES[model]
-    for name in ("control", "logs"):
-        (folder / name).mkdir(mode=0o700)
-    question = {
-        "model": model, "plan": plan, "contestants": list(contestants), "rounds": rounds,
-        "steps": 2 if memory else STEPS[model], "sequences": sequences, "sequence_length": length,
-        "memory": memory, "supervisor_pid": os.getpid(),
-    }  # fmt: skip
-    (folder / "question.json").write_text(json.dumps(question))
-    supervisor = Supervisor(
-        folder,
-        world_size=2,
-        arguments=["-m", "reparto.bench.worker", str(folder)],
-        environment={
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-        },
-    )
-    told = 0
-    try:
-        supervisor.start()
-        while supervisor.alive:
-            supervisor.wait(0.2)
-            progress = folder / "progress"
-            if progress.exists():
-                lines = progress.read_text().splitlines()
-                for line in lines[told:]:
-                    tell(line)
-                told = len(lines)
-        outcome = supervisor.outcome()
-        if not outcome.ok:
-            cause = outcome.failures[0]
-            raise Fault(f"bench: rank {cause.rank}: {cause.message}")
-        found: dict[str, list[float]] = json.loads((folder / "seconds.json").read_text())
-        return found
-    except BaseException:
-        supervisor.kill()
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

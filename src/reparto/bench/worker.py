@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reparto.bench import contestants as make
+from reparto.bench import contestants, pipeline_peers, tensor_peers
 from reparto.bench.protocol import Contestant, run_rounds
 from reparto.comm.backend import file_store, finish_process_group
 from reparto.comm.mesh import Mesh, join_mesh
@@ -47,10 +47,11 @@ def main() -> None:
         mesh = join_mesh(
             Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
         )
-        workload = make.Workload(
+        workload = contestants.Workload(
             config=preset(question["model"]),
             sequences=question["sequences"],
             sequence_length=question["sequence_length"],
+            num_microbatches=question["num_microbatches"],
         )
         entries = [_one(name, workload, mesh, plan) for name in question["contestants"]]
         if question["memory"]:
@@ -74,12 +75,15 @@ def main() -> None:
         raise
 
 
-def _one(name: str, workload: make.Workload, mesh: Mesh, plan: Plan) -> Contestant:
-    if name == "ours":
-        return make.ours(workload, mesh, plan)
-    peers = {"ddp": make.ddp, "naive": make.naive, "ideal": make.single,
-             "apart": make.apart, "fsdp2": make.fsdp2, "dtensor": make.dtensor}  # fmt: skip
-    return peers[name](workload, mesh)
+def _one(name: str, workload: contestants.Workload, mesh: Mesh, plan: Plan) -> Contestant:
+    """`ours`, `ours:SCHEDULE`, or a peer of the tables."""
+    kind, _, schedule = name.partition(":")
+    if kind == "ours":
+        if schedule:
+            plan = Plan.parse(f"{plan.text},schedule={schedule}")
+        return contestants.ours(workload, mesh, plan, name)
+    peers = {**contestants.PEERS, **tensor_peers.PEERS, **pipeline_peers.PEERS}
+    return peers[name](workload, mesh, plan)
 
 
 def _tell(folder: Path, rank: int) -> Callable[[str], None]:

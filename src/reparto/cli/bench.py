@@ -7,13 +7,20 @@ import json
 from rich.table import Table
 
 from reparto.cli.console import console
-from reparto.errors import UserError
+from reparto.errors import UserError, nearest_word
 
 
 def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
     """The verb."""
-    from reparto.bench.run import bench_data, bench_overhead, bench_tensor, bench_zero
+    from reparto.bench.run import BENCHES
 
+    if name not in BENCHES:
+        raise UserError(
+            f"no benchmark is called `{name}`",
+            where="bench",
+            legal=", ".join(BENCHES),
+            nearest=nearest_word(name, BENCHES),
+        )
     if rounds < 3:
         raise UserError(f"{rounds} rounds have no quartiles", where="--rounds", legal=">= 3")
     out = console()
@@ -21,21 +28,7 @@ def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
     def tell(words: str) -> None:
         out.print(words, style="dim")
 
-    if name == "data":
-        found = bench_data(model, rounds, tell)
-    elif name == "zero":
-        found = bench_zero(model, rounds, tell)
-    elif name == "tensor":
-        found = bench_tensor(model, rounds, tell)
-    elif name == "overhead":
-        found = bench_overhead(tell)
-    elif name == "checkpoint":
-        from reparto.bench.checkpoint import bench_checkpoint
-
-        found = bench_checkpoint(model, rounds, tell)
-    else:
-        raise UserError(f"no benchmark is called `{name}`", where="bench",
-                        legal="data, zero, tensor, checkpoint, overhead")  # fmt: skip
+    found = BENCHES[name](model, rounds, tell)
     table = Table(
         title=f"bench {name} {model}: above 1 is better for reparto", title_justify="left"
     )

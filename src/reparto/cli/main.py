@@ -233,7 +233,9 @@ def generate(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="data, zero, tensor, checkpoint or overhead.")],
+    name: Annotated[
+        str, typer.Argument(help="data, zero, tensor, pipeline, checkpoint or overhead.")
+    ],
     model: Annotated[str, typer.Option("--model", help="1m, 10m or 50m.")] = "10m",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds.")] = 9,
     json_out: Json = False,
