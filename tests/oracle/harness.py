@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -250,11 +251,16 @@ def _copies(parallel: Parallel) -> dict[str, tuple[int, Tensor]]:
     return found
 
 
+#: messages whose number or size a plan alone does not say
+_UNCOUNTED = ("word", "inspect", "route", "dispatch", "dispatch-gradient", "combine",
+              "combine-gradient", "expert-load")  # fmt: skip
+
+
 def _recorded(records: Sequence[Record], step: int) -> Bytes:
     found: Bytes = {}
     for one in records:
         what = one.tag.split()[0]
-        if one.kind == Kind.COLLECTIVE and one.step == step and what not in ("word", "inspect"):
+        if one.kind == Kind.COLLECTIVE and one.step == step and what not in _UNCOUNTED:
             count, total = found.get((what, one.op.name), (0, 0))
             found[what, one.op.name] = (count + 1, total + one.payload_bytes)
     return found
@@ -298,6 +304,15 @@ class Case:
     frozen: str = ""
     "beginning of the names of parameters without a gradient"
     clip_norm: float = 1.0
+    experts: int = 0
+    chosen: int = 2
+    sparse_step: int = 1
+    shared: int = 0
+    balance: Literal["loss", "bias", "none"] = "loss"
+    aux: float = 0.05
+    z: float = 0.01
+    capacity: float = 0.0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
     foreign: bool = False
     "whether the model is transformers' own Llama"
     compute: torch.dtype = torch.float64
@@ -316,6 +331,16 @@ class Case:
             attention_bias=self.bias,
             mlp_bias=self.bias,
             dropout=self.dropout,
+            num_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            moe_intermediate_size=24,
+            decoder_sparse_step=self.sparse_step,
+            n_shared_experts=self.shared,
+            router_balance=self.balance,
+            router_aux_loss_coef=self.aux,
+            router_z_loss_coef=self.z,
+            router_scoring=self.scoring,
+            capacity_factor=self.capacity,
         )
 
     def batch(self) -> tuple[Tensor, Tensor]:

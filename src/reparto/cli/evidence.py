@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reparto.evidence.record import Discarded, StageRecord
-from reparto.partition.volume import reduction_messages
+from reparto.partition.place import held_messages
 from reparto.train.loop import LoopResult
 from reparto.train.state import TrainState
 from reparto.units import human_bytes
@@ -20,8 +20,8 @@ def stage_records(
     plan = run.partition
     expected = parallel.expected_state()
     weights, gradients = parallel.strategy.state_bytes()
-    messages = reduction_messages(
-        parallel.layouts, plan=plan, kept=parallel.kept,
+    messages = held_messages(
+        parallel.holding, plan,
         compute_dtype=run.compute.precision, master_dtype=run.compute.master,
     )  # fmt: skip
     steps = max(0, result.step - first_step + 1)

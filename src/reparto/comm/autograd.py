@@ -6,9 +6,10 @@
 | `all_reduce_gradient` | nothing | sum over the group |
 | `all_gather` | pieces along `dim` -> whole | reduce_scatter |
 | `reduce_scatter` | sum, then this rank's piece along `dim` | all_gather |
+| `all_to_all` | rows to their ranks | the rows' gradients back |
 
 The transpose of a sum whose result every rank uses alike is a copy, not a second sum: the loss is
-computed by every rank of a tensor group and counted once. All four wait before they return. Two of
+computed by every rank of a tensor group and counted once. All of them wait before they return. Two of
 them take *riders*: other tensors whose gradients are made by `Riders.gradients()` while the message
 of backward travels, and go back through autograd like any gradient.
 
@@ -80,6 +81,34 @@ def reduce_scatter(x: Tensor, group: Communicator, *, dim: int, tag: str) -> Ten
     if group.size == 1:
         return x
     out: Tensor = _ReduceScatter.apply(x, group, dim, tag)  # type: ignore[no-untyped-call]
+    return out
+
+
+def all_to_all(
+    rows: Tensor,
+    group: Communicator,
+    *,
+    out_sizes: Sequence[int],
+    in_sizes: Sequence[int],
+    tag: str,
+) -> Tensor:
+    """Rows (dim 0) for every rank, `in_sizes` of them each, against `out_sizes` rows of each.
+
+    The tag stands in records as it is, and with `-gradient` behind its first word in backward.
+    """
+    if group.size == 1:
+        return rows
+    out: Tensor = _AllToAll.apply(rows, group, out_sizes, in_sizes, tag)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _exchanged(
+    rows: Tensor, group: Communicator, out_sizes: Sequence[int], in_sizes: Sequence[int], tag: str
+) -> Tensor:
+    out = rows.new_empty(sum(out_sizes), *rows.shape[1:])
+    group.all_to_all(
+        out, rows.contiguous(), tag=tag, out_sizes=out_sizes, in_sizes=in_sizes
+    ).wait()
     return out
 
 
@@ -185,3 +214,24 @@ class _ReduceScatter(Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         whole = _gathered(grad, ctx.group, ctx.dim, f"{_BACKWARD} {ctx.tag}")  # type: ignore[attr-defined]
         return whole, None, None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        rows: Tensor,
+        group: Communicator,
+        out_sizes: Sequence[int],
+        in_sizes: Sequence[int],
+        tag: str,
+    ) -> Tensor:
+        ctx.group, ctx.sizes, ctx.tag = group, (out_sizes, in_sizes), tag  # type: ignore[attr-defined]
+        return _exchanged(rows, group, out_sizes, in_sizes, tag)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        out_sizes, in_sizes = ctx.sizes  # type: ignore[attr-defined]
+        what, _, path = ctx.tag.partition(" ")  # type: ignore[attr-defined]
+        tag = f"{what}-gradient {path}"
+        return _exchanged(grad, ctx.group, in_sizes, out_sizes, tag), None, None, None, None  # type: ignore[attr-defined]

@@ -41,6 +41,8 @@ PURPOSES: dict[str, tuple[str, str]] = {
     "pipeline": ("pipeline", ""),
     "expert": ("expert", ""),
     "expert_shard": ("expert_shard", ""),
+    "expert_unshard": ("expert_shard", "unshard"),
+    "expert_reduce": ("expert_reduce", ""),
     "model": ("model", ""),
     "save": ("world", "save"),  # used by the thread that saves in the background
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,7 +27,7 @@ Scalar = int | float | bool | str | None
 
 
 class ModelConfig(BaseModel):
-    """Sizes of one decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """Sizes of one decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, experts.
 
     Raises `pydantic.ValidationError` on wrong fields; `model_config_of` raises a `UserError`.
     """
@@ -80,6 +81,64 @@ class ModelConfig(BaseModel):
     """Share of elements dropped from what each half-layer adds to the residual stream; ours, not
     Llama's."""
 
+    qk_norm: bool = False
+    """Whether queries and keys are normed head by head before they turn (Qwen3)."""
+
+    num_experts: int = Field(default=0, ge=0)
+    """Routed experts of a layer; 0: every feed-forward part is dense."""
+
+    num_experts_per_tok: int = Field(default=2, gt=0)
+    """Routed experts that one token passes."""
+
+    moe_intermediate_size: int = Field(default=0, ge=0)
+    """Width inside one expert, in elements a token. 0: intermediate_size."""
+
+    n_shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token passes besides, stored as one of their joint width."""
+
+    decoder_sparse_step: int = Field(default=1, gt=0)
+    """Layers s-1, 2s-1, ... have experts; the others are dense."""
+
+    router_scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores: over all experts, or each by itself."""
+
+    norm_topk_prob: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    """Factor of what routed experts add."""
+
+    router_balance: Literal["loss", "bias", "none"] = "loss"
+    """What evens out the experts' load: a loss, or a bias on the choice that is no part of the
+    weights of the sum."""
+
+    router_aux_loss_coef: float = Field(default=0.001, ge=0)
+    """Weight of the balancing loss, under router_balance = "loss"; 1 a layer when even."""
+
+    router_bias_rate: float = Field(default=0.001, gt=0)
+    """Step of the bias after each update, under router_balance = "bias"."""
+
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-sum of router logits, which keeps them small."""
+
+    capacity_factor: float = Field(default=0.0, ge=0)
+    """Most tokens of one sequence that an expert takes, as a multiple of an even share; what is
+    over passes by. 0: no limit, nothing is dropped."""
+
+    @property
+    def expert_size(self) -> int:
+        """Width inside one routed expert, in elements a token."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) routes its tokens to experts."""
+        return self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(filter(self.has_experts, range(self.num_hidden_layers)))
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_heads(cls, raw: object) -> object:
@@ -113,6 +172,24 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"head_dim = {self.head_dim} is odd, but rotary positions turn pairs of elements; "
                 f"nearest: {self.head_dim - 1 or 2} or {self.head_dim + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ModelConfig:
+        experts, chosen = self.num_experts, self.num_experts_per_tok
+        if experts == 0:
+            return self
+        if chosen > experts:
+            raise ValueError(
+                f"num_experts_per_tok = {chosen} of num_experts = {experts}; legal: 1 to {experts}"
+            )
+        if self.mlp_bias:
+            raise ValueError("experts have no bias; set mlp_bias = false")
+        if not self.expert_layers:
+            raise ValueError(
+                f"decoder_sparse_step = {self.decoder_sparse_step} leaves no layer of "
+                f"{self.num_hidden_layers} with experts; legal: 1 to {self.num_hidden_layers}"
             )
         return self
 
@@ -172,8 +249,28 @@ PRESETS: Mapping[str, Mapping[str, Scalar]] = MappingProxyType(
             ("1b", 32768, 2048, 8192, 16, 32, 8, 8192),
         )
     }
+    | {
+        name: MappingProxyType(
+            {
+                "vocab_size": 4096,
+                "hidden_size": hidden,
+                "intermediate_size": intermediate,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": inner,
+            }
+        )
+        for name, hidden, intermediate, layers, heads, kv_heads, inner in (
+            ("moe-tiny", 128, 256, 4, 4, 2, 128),
+            ("moe-10m", 256, 512, 8, 8, 4, 160),
+        )
+    }
 )
-"""Fields of each preset; the name is the rounded parameter count with that vocabulary."""
+"""Fields of each preset; a number is the rounded parameter count with that vocabulary. `moe-tiny`
+has 2.3 million, of which a token meets 1.1; `moe-10m` 10.5 million, and a token 4.6."""
 
 
 def preset(name: str) -> ModelConfig:
@@ -199,31 +296,69 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     Shapes of matrices are (out, in). A tied head is not listed: see `tied_parameters`.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    linears = (
-        ("self_attn.q_proj", queries, hidden, config.attention_bias),
-        ("self_attn.k_proj", keys, hidden, config.attention_bias),
-        ("self_attn.v_proj", keys, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, queries, config.attention_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        for path, rows, columns, bias in linears:
-            shapes[f"{prefix}.{path}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}.{path}.bias"] = (rows,)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
+        shapes |= _attention_shapes(config, f"{prefix}.self_attn")
+        if config.has_experts(layer):
+            shapes |= _expert_shapes(config, f"{prefix}.mlp")
+        else:
+            shapes |= _feed_forward_shapes(
+                config, f"{prefix}.mlp", config.intermediate_size, bias=config.mlp_bias
+            )
+        shapes[f"{prefix}.input_layernorm.weight"] = (config.hidden_size,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (config.hidden_size,)
+    shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def _attention_shapes(config: ModelConfig, path: str) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in (
+        ("q_proj", queries, hidden),
+        ("k_proj", keys, hidden),
+        ("v_proj", keys, hidden),
+        ("o_proj", hidden, queries),
+    ):
+        found[f"{path}.{name}.weight"] = (rows, columns)
+        if config.attention_bias:
+            found[f"{path}.{name}.bias"] = (rows,)
+    if config.qk_norm:
+        found[f"{path}.q_norm.weight"] = found[f"{path}.k_norm.weight"] = (config.head_dim,)
+    return found
+
+
+def _feed_forward_shapes(
+    config: ModelConfig, path: str, inner: int, *, bias: bool = False
+) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    found: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in (
+        ("gate_proj", inner, hidden),
+        ("up_proj", inner, hidden),
+        ("down_proj", hidden, inner),
+    ):
+        found[f"{path}.{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{path}.{name}.bias"] = (rows,)
+    return found
+
+
+def _expert_shapes(config: ModelConfig, path: str) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {
+        f"{path}.gate.weight": (config.num_experts, config.hidden_size)
+    }
+    for expert in range(config.num_experts):
+        found |= _feed_forward_shapes(config, f"{path}.experts.{expert}", config.expert_size)
+    if config.n_shared_experts:
+        inner = config.n_shared_experts * config.expert_size
+        found |= _feed_forward_shapes(config, f"{path}.shared_experts", inner)
+    return found
 
 
 def tied_parameters(config: ModelConfig) -> dict[str, str]:
@@ -258,6 +393,10 @@ def rules(config: ModelConfig) -> dict[str, str]:
     | `row` | in | cut by the last dim | sum over ranks |
     | `vocab_column` | out, which is the vocabulary | whole | logits cut by vocabulary |
     | `enter` | not cut | made whole, once for the `column` modules inside | as it comes |
+    | `enter_leave` | not cut | the same | sum over ranks |
+    | `row_partial` | in | cut by the last dim | a term of the sum that `enter_leave` makes |
+    | `partial` | not cut; its gradient is a term of a sum | whole | as it comes |
+    | `experts` | not cut; its children may be on other ranks | rows by expert | rows by expert |
     | `replicated` | not cut | as it comes | as it comes |
 
     A module that no pattern names is `replicated`. All styles: `partition/cuts.py`. Cuts of
@@ -265,19 +404,41 @@ def rules(config: ModelConfig) -> dict[str, str]:
     num_key_value_heads.
     """
     layer = "model.layers.*"
-    return {
+    found = {
         "model.embed_tokens": "vocab_rows",
         f"{layer}.self_attn": "enter",
-        f"{layer}.mlp": "enter",
         f"{layer}.self_attn.q_proj": "column",
         f"{layer}.self_attn.k_proj": "column",
         f"{layer}.self_attn.v_proj": "column",
         f"{layer}.self_attn.o_proj": "row",
-        f"{layer}.mlp.gate_proj": "column",
-        f"{layer}.mlp.up_proj": "column",
-        f"{layer}.mlp.down_proj": "row",
         f"{layer}.input_layernorm": "replicated",
         f"{layer}.post_attention_layernorm": "replicated",
         "model.norm": "replicated",
         "lm_head": "vocab_column",
     }
+    if config.qk_norm:
+        found |= {f"{layer}.self_attn.{one}_norm": "partial" for one in "qk"}
+    mixed = 0 < len(config.expert_layers) < config.num_hidden_layers
+    for index in range(config.num_hidden_layers) if mixed else (0,):
+        mlp = f"{f'model.layers.{index}' if mixed else layer}.mlp"
+        if config.has_experts(index) or (not mixed and config.num_experts):
+            found |= _expert_rules(config, mlp)
+        else:
+            found |= {mlp: "enter", **_feed_forward_rules(mlp, "row")}
+    return found
+
+
+def _feed_forward_rules(path: str, down: str) -> dict[str, str]:
+    return {f"{path}.gate_proj": "column", f"{path}.up_proj": "column", f"{path}.down_proj": down}
+
+
+def _expert_rules(config: ModelConfig, mlp: str) -> dict[str, str]:
+    found = {
+        mlp: "enter_leave",
+        f"{mlp}.gate": "partial",
+        f"{mlp}.experts": "experts",
+        **_feed_forward_rules(f"{mlp}.experts.*", "row_partial"),
+    }
+    if config.n_shared_experts:
+        found |= _feed_forward_rules(f"{mlp}.shared_experts", "row_partial")
+    return found

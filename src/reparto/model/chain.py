@@ -122,6 +122,7 @@ def decoder_chain(
             position_ids_BS=tokens.position_ids_BS,
             segment_ids_BS=tokens.segment_ids_BS,
             sample_ids_B=tokens.sample_ids_B,
+            counted_BS=tokens.labels_BS != IGNORE if model.config.num_experts else None,
         )
 
     def losses(logits_BSV: Tensor, batch: Batch, token_loss: TokenLoss) -> tuple[Tensor, Tensor]:

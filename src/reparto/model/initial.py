@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from reparto.config.model import ModelConfig, tied_parameters
 
-#: the projections that add to the residual stream, two in each layer
-_RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+#: the projections that add to the residual stream: of attention, feed-forward parts and experts
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
 def _generator_seed(seed: int, name: str) -> int:

@@ -28,7 +28,9 @@ from torch.nn import functional
 
 from reparto.config.model import ModelConfig
 from reparto.model.dropout import ElementDropout, token_keys
+from reparto.model.feed_forward import FeedForward
 from reparto.model.initial import initial_tensor, materialise
+from reparto.model.moe import MixtureOfExperts
 
 __all__ = ["Context", "Decoder", "build", "initial_tensor", "materialise", "rotary_tables"]
 
@@ -48,6 +50,13 @@ class Context:
 
     token_keys_BS: Tensor | None
     """One int32 a token from which dropout masks grow; None when nothing is dropped."""
+
+    counted_BS: Tensor | None = None
+    """True where a token counts in the loss, and so in the load of experts; None: all do."""
+
+    token_numbers_BS: Tensor | None = None
+    """Number of each token in the data set (sequence times its length, plus place), for whoever
+    compares routes; None where sequences have no number."""
 
 
 def rotary_tables(
@@ -147,6 +156,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, keys, bias=bias)
         self.v_proj = nn.Linear(hidden, keys, bias=bias)
         self.o_proj = nn.Linear(queries, hidden, bias=bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
         self.core: nn.Module = CausalAttention()
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
@@ -154,27 +167,14 @@ class Attention(nn.Module):
         return x_BSX.view(*x_BSX.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BHSC = _rotate(self._heads(self.q_proj(x_BSD)), context.cos_BSC, context.sin_BSC)
-        k_BKSC = _rotate(self._heads(self.k_proj(x_BSD)), context.cos_BSC, context.sin_BSC)
+        q_BHSC, k_BKSC = self._heads(self.q_proj(x_BSD)), self._heads(self.k_proj(x_BSD))
+        if self.qk_norm:
+            q_BHSC, k_BKSC = self.q_norm(q_BHSC), self.k_norm(k_BKSC)
+        q_BHSC = _rotate(q_BHSC, context.cos_BSC, context.sin_BSC)
+        k_BKSC = _rotate(k_BKSC, context.cos_BSC, context.sin_BSC)
         v_BKSC = self._heads(self.v_proj(x_BSD))
         seen_BHSC = self.core(q_BHSC, k_BKSC, v_BKSC, context)
         out_BSD: Tensor = self.o_proj(seen_BHSC.transpose(1, 2).flatten(2))
-        return out_BSD
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020, equation 6)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        inner_BSF = functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        out_BSD: Tensor = self.down_proj(inner_BSF)
         return out_BSD
 
 
@@ -185,7 +185,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.self_attn = Attention(config)
-        self.mlp = FeedForward(config)
+        self.mlp: FeedForward | MixtureOfExperts = (
+            MixtureOfExperts(config)
+            if config.has_experts(index)
+            else FeedForward(config, config.intermediate_size, bias=config.mlp_bias)
+        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention_dropout = ElementDropout(config.dropout, layer=index, site=0)
@@ -195,7 +199,7 @@ class DecoderLayer(nn.Module):
         keys_BS = context.token_keys_BS
         attended_BSD = self.self_attn(self.input_layernorm(x_BSD), context)
         x_BSD = x_BSD + self.attention_dropout(attended_BSD, keys_BS)
-        fed_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        fed_BSD = self.mlp(self.post_attention_layernorm(x_BSD), context)
         x_BSD = x_BSD + self.mlp_dropout(fed_BSD, keys_BS)
         return x_BSD
 
@@ -244,6 +248,7 @@ class Decoder(nn.Module):
         position_ids_BS: Tensor | None = None,
         segment_ids_BS: Tensor | None = None,
         sample_ids_B: Tensor | None = None,
+        counted_BS: Tensor | None = None,
     ) -> Context:
         """The shared inputs of one forward over (B, S) tokens. Reads no parameter, so a pipeline
         position that owns only a few blocks can call it too.
@@ -251,6 +256,7 @@ class Decoder(nn.Module):
         position_ids_BS   place of each token in its sequence; default 0 .. S-1
         segment_ids_BS    equal numbers may attend to each other; default one segment
         sample_ids_B      which sequence of the data set; needed only while dropout is on
+        counted_BS        which tokens count in the load of experts; default all
         """
         if position_ids_BS is None:
             position_ids_BS = torch.arange(shape_BS[1], device=device)[None]
@@ -275,7 +281,14 @@ class Decoder(nn.Module):
                 seed=seed, step=step, sample_ids_B=sample_ids_B, position_ids_BS=places_BS
             )
         mask_B1SS = None if segment_ids_BS is None else segment_mask(segment_ids_BS)
-        return Context(cos_BSC=cos_BSC, sin_BSC=sin_BSC, mask_B1SS=mask_B1SS, token_keys_BS=keys_BS)
+        numbers_BS: Tensor | None = None
+        if sample_ids_B is not None and self.config.num_experts:
+            places_S = torch.arange(shape_BS[1], device=device)
+            numbers_BS = sample_ids_B.to(device)[:, None] * shape_BS[1] + places_S
+        return Context(
+            cos_BSC=cos_BSC, sin_BSC=sin_BSC, mask_B1SS=mask_B1SS, token_keys_BS=keys_BS,
+            counted_BS=counted_BS, token_numbers_BS=numbers_BS,
+        )  # fmt: skip
 
     def forward(
         self,

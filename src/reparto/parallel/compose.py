@@ -3,10 +3,11 @@
     1 holding       who holds what, by arithmetic: tensor cuts matrices, the pipeline takes blocks,
                     sharding cuts the rows of what is left (`partition/place.py`)
     2 tensor        hooks on whole modules, while every module is still there
-    3 pipeline      takes away the parameters of blocks that are elsewhere
-    4 compile       each block that is here, if asked for
-    5 recompute     wraps forward of blocks, so that it runs again what stands above, messages too
-    6 data or zero  gives parameters their memory and watches their gradients: last, because it cuts
+    3 expert        experts of other ranks are called by messages; their parameters are taken away
+    4 pipeline      takes away the parameters of blocks that are elsewhere
+    5 compile       each block that is here, if asked for
+    6 recompute     wraps forward of blocks, so that it runs again what stands above, messages too
+    7 data or zero  gives parameters their memory and watches their gradients: last, because it cuts
                     what the others left, and first to gather, because its hooks are outermost
 
 Each line needs what stands above it and nothing below.
@@ -27,11 +28,13 @@ from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
 from reparto.errors import UserError
 from reparto.model.chain import Chain, TokenLoss, plain_token_loss
-from reparto.parallel import data, pipeline, tensor, vocab_loss, zero
+from reparto.parallel import data, expert, pipeline, tensor, vocab_loss, zero
 from reparto.parallel.flat import aliases, put_parameters, unique_parameters
 from reparto.parallel.gradients import WeightGradients
-from reparto.parallel.joined import Joined, cut_local
+from reparto.parallel.joined import Both, Joined, Reducer, cut_local
+from reparto.partition.built import refuse_unbuilt
 from reparto.partition.cuts import Style, match_rules
+from reparto.partition.experts import expert_numbers
 from reparto.partition.flat import FlatLayout
 from reparto.partition.place import Chunk, Holding, ModelMap, held_state, holding
 from reparto.partition.tensors import Placement
@@ -61,10 +64,12 @@ class Parallel:
     compute: torch.dtype
     master: torch.dtype
     device: torch.device
-    parts: Mapping[int, data.Buckets | zero.Zero]
+    parts: Mapping[int, Reducer]
     "virtual stage of this rank -> the strategy that owns its weights"
     weight_gradients: WeightGradients
     "the queue between B and W"
+    balance: expert.Balance
+    "the load of the model's experts; false where it has none"
     vocabulary_cut: tuple[int, int] | None
     "(first word of this rank, size of the whole vocabulary) where logits are cut, else None"
 
@@ -72,11 +77,6 @@ class Parallel:
     def layouts(self) -> tuple[FlatLayout, ...]:
         """Flat memory of this rank's trainable parameters, in model order."""
         return self.holding.layouts
-
-    @property
-    def kept(self) -> tuple[bool, ...]:
-        """Per layout: whether backward starts with its weights as forward left them."""
-        return self.holding.kept
 
     def expected_state(self) -> StateBytes:
         """What arithmetic says this rank holds."""
@@ -148,6 +148,12 @@ def apply(
         tensor.defer_linears(model, styles, weight_gradients)
 
     mine = {chunk.pipeline_stage: blocks_of(chunk, blocks) for chunk in held.chunks}
+    if plan.expert > 1:
+        expert.apply(model, styles=styles, group=mesh.group("expert"))
+        here_now = {world.stored(name) for chunk in held.chunks
+                    for name in (*chunk.names, *chunk.borrows)}  # fmt: skip
+        numbers = expert_numbers(world.rules, world.shapes)
+        expert.keep_only(model, [name for name in numbers if name not in here_now])
     if plan.pipeline > 1:
         pipeline.keep_only(model, [block for chunk in mine.values() for block in chunk])
 
@@ -183,6 +189,7 @@ def apply(
         ),
         table=held.table, holding=held, mesh=mesh, plan=plan, compute=compute, master=master,
         device=device, parts=parts, weight_gradients=weight_gradients,
+        balance=expert.Balance(model, mesh),
         vocabulary_cut=_vocabulary_cut(world, styles, held, plan),
     )  # fmt: skip
 
@@ -239,17 +246,26 @@ def _strategy(
     master: torch.dtype,
     device: torch.device,
     several: bool,
-) -> data.Buckets | zero.Zero:
-    label = f"{chunk.pipeline_stage}:" if several else ""
-    if plan.shard == "none":
-        return data.Buckets(
-            names=chunk.names, layouts=chunk.layouts, mesh=mesh, plan=plan, table=table,
-            initial=initial, compute=compute, master=master, device=device, label=label,
-        )  # fmt: skip
-    return zero.Zero(
-        units=chunk.layouts, frozen_units=chunk.frozen_layouts, mesh=mesh, plan=plan, table=table,
-        initial=initial, compute=compute, master=master, device=device, label=label,
-    )  # fmt: skip
+) -> Reducer:
+    stage = f"{chunk.pipeline_stage}:" if several else ""
+    found: list[tuple[Reducer, Sequence[str]]] = []
+    for part in chunk.parts:
+        label = f"{stage}experts:" if part.groups else stage
+        one: Reducer
+        if plan.shard == "none":
+            one = data.Buckets(
+                names=part.names, layouts=part.layouts, mesh=mesh, plan=plan, table=table,
+                initial=initial, compute=compute, master=master, device=device, label=label,
+                groups=part.groups,
+            )  # fmt: skip
+        else:
+            one = zero.Zero(
+                units=part.layouts, frozen_units=part.frozen_layouts, mesh=mesh, plan=plan,
+                table=table, initial=initial, compute=compute, master=master, device=device,
+                label=label, groups=part.groups,
+            )  # fmt: skip
+        found.append((one, part.names))
+    return found[0][0] if len(found) == 1 else Both(found)
 
 
 def _vocabulary_cut(
@@ -405,15 +421,3 @@ def _checkpointed(forward: Callable[..., object], *inputs: object, **named: obje
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.float32` -> `float32`, as configs spell it."""
     return str(dtype).removeprefix("torch.")
-
-
-def refuse_unbuilt(plan: Plan) -> None:
-    """Axes whose strategy this version does not have yet are refused, never ignored."""
-    for field in ("context", "expert"):
-        if getattr(plan, field) > 1:
-            raise UserError(
-                f"{field} parallelism is not built yet",
-                where=f"partition.{field}",
-                legal="1",
-                nearest=plan.model_copy(update={field: 1}).text,
-            )

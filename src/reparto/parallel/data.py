@@ -39,7 +39,7 @@ from reparto.trace import Kind
 
 Initial = Callable[[str], Tensor]
 
-_REDUCED_OVER = ("replicas", "data", "context")
+_REDUCED_OVER = ("replicas", "data", "context", "expert_shard")
 
 
 def reduce_naively(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
@@ -96,6 +96,7 @@ class Buckets:
         master: torch.dtype,
         device: torch.device,
         label: str = "",
+        groups: str = "",
     ) -> None:
         """`initial(name)` is what this rank computes with of the initial tensor.
 
@@ -103,8 +104,9 @@ class Buckets:
         layouts  flat memory of the trainable ones, in model order (`partition/place.py`)
         compute  type of forward and backward; `master` that of sums, updates and moments
         label    stands in tags, where a rank has several of these
+        groups   beginning of the name of the group they are reduced in (`Part.groups`)
         """
-        self._group = mesh.group("reduce")
+        self._group = mesh.group(f"{groups}reduce")
         self._coordinates = mesh.coordinates
         self._ring = mesh.ring
         self._label = label

@@ -17,15 +17,17 @@ Note: tied copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reparto.comm.collectives import Communicator, Handle
 from reparto.comm.mesh import Mesh
 from reparto.parallel.flat import Owned
+from reparto.parallel.gradients import WeightGradients
+from reparto.partition.experts import EXPERT_COPIES
 from reparto.partition.place import Holding
 from reparto.partition.tensors import Placement, Rectangle
 
@@ -46,6 +48,107 @@ class Strategy(Protocol):
     def full_gradient(self, name: str) -> Tensor: ...
 
     def state_bytes(self) -> tuple[int, int]: ...
+
+
+class Reducer(Strategy, Protocol):
+    """What `data.Buckets` and `zero.Zero` have in common."""
+
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        uses: Mapping[str, int],
+        deferred: WeightGradients,
+    ) -> None: ...
+
+    def memory(self, name: str) -> Tensor: ...
+
+    def begin_window(self, num_microbatches: int) -> None: ...
+
+    def close_window(self) -> tuple[str, ...]: ...
+
+    def finish_window(self) -> None: ...
+
+    def start_unshard(self, stage: int, names: Collection[str] | None = None) -> None: ...
+
+    def finish_unshard(self, stage: int) -> None: ...
+
+    def reshard(self, stage: int) -> None: ...
+
+
+class Both:
+    """Two strategies of one chunk as one: of what all ranks have, and of shared-out experts.
+
+    They reduce in different groups, so each keeps its own order of messages.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Reducer, Sequence[str]]]) -> None:
+        """The strategies and the names of the parameters that each keeps."""
+        self._all = [one for one, _ in parts]
+        self._keeper = {name: one for one, names in parts for name in names}
+
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        uses: Mapping[str, int],
+        deferred: WeightGradients,
+    ) -> None:
+        for one in self._all:
+            one.attach(model, blocks, uses=uses, deferred=deferred)
+
+    def memory(self, name: str) -> Tensor:
+        return self._keeper[name].memory(name)
+
+    def begin_step(self) -> None:
+        for one in self._all:
+            one.begin_step()
+
+    def begin_window(self, num_microbatches: int) -> None:
+        for one in self._all:
+            one.begin_window(num_microbatches)
+
+    def end_microbatch(self) -> None:
+        for one in self._all:
+            one.end_microbatch()
+
+    def close_window(self) -> tuple[str, ...]:
+        return tuple(name for one in self._all for name in one.close_window())
+
+    def finish_window(self) -> None:
+        for one in self._all:
+            one.finish_window()
+
+    def start_unshard(self, stage: int, names: Collection[str] | None = None) -> None:
+        for one in self._all:
+            one.start_unshard(stage, names)
+
+    def finish_unshard(self, stage: int) -> None:
+        for one in self._all:
+            one.finish_unshard(stage)
+
+    def reshard(self, stage: int) -> None:
+        for one in self._all:
+            one.reshard(stage)
+
+    def owned(self) -> list[Owned]:
+        return [owned for one in self._all for owned in one.owned()]
+
+    def publish(self) -> None:
+        for one in self._all:
+            one.publish()
+
+    def full_weight(self, name: str) -> Tensor:
+        return self._keeper[name].full_weight(name)
+
+    def full_gradient(self, name: str) -> Tensor:
+        return self._keeper[name].full_gradient(name)
+
+    def state_bytes(self) -> tuple[int, int]:
+        sizes = [one.state_bytes() for one in self._all]
+        return sum(weights for weights, _ in sizes), sum(gradients for _, gradients in sizes)
 
 
 class Joined:
@@ -162,7 +265,10 @@ class Joined:
         return whole
 
     def _speaks(self, placement: Placement) -> bool:
-        return "tensor" not in placement.replicated_over or self._mesh.coordinates["tensor"] == 0
+        here = self._mesh.coordinates
+        if EXPERT_COPIES not in placement.replicated_over and here.get("expert", 0):
+            return False
+        return "tensor" not in placement.replicated_over or here["tensor"] == 0
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes really held: `(weights between steps, gradients at their peak)`."""

@@ -47,10 +47,10 @@ from reparto.errors import UserError
 from reparto.model.dropout import ElementDropout
 from reparto.model.transformer import Head
 from reparto.parallel.gradients import During, WeightGradients
-from reparto.partition.cuts import Style
+from reparto.partition.cuts import CUTS_LAST_DIM, ENTERS, Style
 from reparto.partition.tensors import Placement, split_evenly
 
-_LINEAR = ("column", "row", "vocab_column")
+_LINEAR = ("column", "row", "row_partial", "vocab_column")
 Forward = Callable[..., Tensor]
 
 
@@ -115,21 +115,23 @@ def apply(
     Raises `UserError` for a style on a module of another kind.
     """
     region = Region(group, sequence_parallel=sequence_parallel)
-    entries = {path: Entry() for path, style in styles.items() if style.name == "enter"}
+    entries = {path: Entry() for path, style in styles.items() if style.name in ENTERS}
     for path, style in styles.items():
         module = model.get_submodule(path)
         if style.name in _LINEAR:
             _check_kind(module, nn.Linear, path, style)
             assert isinstance(module, nn.Linear)
             entry = next((entries[e] for e in entries if path.startswith(e + ".")), None)
-            if entry is not None and style.name != "row":
+            if entry is not None and style.name not in CUTS_LAST_DIM:
                 entry.modules.append(module)
             _cut_linear(module, path, style, region, weight_gradients, entry)
         elif style.name == "vocab_rows":
             _check_kind(module, nn.Embedding, path, style)
             _cut_embedding(module, path, table[f"{path}.weight"].held[0].start[0], region)
-        elif style.name == "enter":
+        elif style.name in ENTERS:
             _enter_once(module, path, region, entries[path])
+            if style.name == "enter_leave":
+                _leave_once(module, path, region)
     if sequence_parallel:
         for module in model.modules():
             if isinstance(module, ElementDropout):
@@ -189,7 +191,16 @@ def _cut_linear(
         # after the sum: once, and with the whole gradient, or a part of the sequence's
         return out_BSD if module.bias is None else out_BSD + module.bias
 
-    forward: Forward = row if style.name == "row" else column
+    def row_partial(x_BSF: Tensor, *unused: object) -> Tensor:
+        return weights.linear(x_BSF, module.weight, None)
+
+    if style.name == "row_partial" and module.bias is not None:
+        raise UserError(
+            f"`{path}` has a bias, which every rank would add to its term of the sum",
+            where="rules",
+            legal="row_partial for a linear layer without bias",
+        )
+    forward: Forward = {"row": row, "row_partial": row_partial}.get(style.name, column)
     module.forward = forward  # type: ignore[method-assign]
 
 
@@ -226,6 +237,15 @@ def _enter_once(module: nn.Module, path: str, region: Region, entry: Entry) -> N
         return inputs, {**named, key: region.enter(value, path, during)}
 
     module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _leave_once(module: nn.Module, path: str, region: Region) -> None:
+    """What the module returns is one term of a sum over the group."""
+
+    def after(module: nn.Module, inputs: object, out_BSD: Tensor) -> Tensor:
+        return region.leave(out_BSD, path)
+
+    module.register_forward_hook(after)
 
 
 def _place_dropout(index: int) -> Callable[[nn.Module, tuple[object, ...]], None]:

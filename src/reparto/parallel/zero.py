@@ -140,15 +140,17 @@ class Zero:
         master: torch.dtype,
         device: torch.device,
         label: str = "",
+        groups: str = "",
     ) -> None:
         """`initial(name)` is what the rank's tensor group computes with of the initial tensor.
 
         units         flat memory of the trainable parameters, in model order
         frozen_units  of those without a gradient; only `parameters` cuts them
         label         stands in tags, where a rank has several of these
+        groups        beginning of the names of the groups they are cut over (`Part.groups`)
         """
         self._mesh, self._plan, self._table = mesh, plan, table
-        self._reduce, self._gather = mesh.group("shard"), mesh.group("unshard")
+        self._reduce, self._gather = mesh.group(f"{groups}shard"), mesh.group(f"{groups}unshard")
         self._replicas = mesh.group("replicas")
         self._compute, self._master, self._device = compute, master, device
         self._windows = plan.num_microbatches if plan.gradient_sync == "microbatch" else 1
@@ -296,9 +298,10 @@ class Zero:
         needs: list[list[Unit]] = []
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for block in blocks:
-            mine = [self._unit_of[names[id(one)]] for one in block.parameters()]
+            mine = [self._unit_of[names[id(one)]] for one in block.parameters() if id(one) in names]
             needs.append(list(dict.fromkeys(mine)))
-        in_blocks = {names[id(one)] for block in blocks for one in block.parameters()}
+        in_blocks = {names[id(one)] for block in blocks for one in block.parameters()
+                     if id(one) in names}  # fmt: skip
         # parameters outside every block may be used at any time, so their units (which may hold
         # others too) stay from the beginning of forward to their last gradient
         always = [unit for unit in self._all_units if not unit.slots.keys() <= in_blocks]

@@ -6,7 +6,7 @@ from reparto.config.plan import Plan
 from reparto.errors import UserError
 
 #: fields of a plan whose strategy does not exist yet
-UNBUILT_AXES = ("context", "expert")
+UNBUILT_AXES = ("context",)
 
 
 def refuse_unbuilt(plan: Plan) -> None:

@@ -10,6 +10,9 @@ holds no parallel code; this file reads the table, `parallel/tensor.py` acts on 
 | `row` | in | whole, added once | cut by the last dim | sum over ranks |
 | `vocab_column` | out, which is the vocabulary | cut | whole | logits cut by vocabulary |
 | `enter` | nothing | | made whole, once for all `column` modules inside | as it comes |
+| `enter_leave` | nothing | | the same | sum over ranks of what comes |
+| `row_partial` | in | none | cut by the last dim | a term of the sum that an `enter_leave` makes |
+| `experts` | nothing; its children may be on other ranks (`experts.py`) | | rows by expert | same |
 | `partial` | nothing; gradients are summed over ranks | | as it comes | as it comes |
 | `replicated` | nothing | | as it comes | as it comes |
 
@@ -33,8 +36,10 @@ from reparto.partition.tensors import Placement, Rectangle, Table, split_evenly
 
 #: styles that cut the first dim of their weight (and of their bias), and the one that cuts the last
 CUTS_FIRST_DIM = ("vocab_rows", "column", "vocab_column")
-CUTS_LAST_DIM = ("row",)
-STYLES = (*CUTS_FIRST_DIM, *CUTS_LAST_DIM, "enter", "partial", "replicated")
+CUTS_LAST_DIM = ("row", "row_partial")
+#: modules whose first input is made whole, once for the `column` modules inside
+ENTERS = ("enter", "enter_leave")
+STYLES = (*CUTS_FIRST_DIM, *CUTS_LAST_DIM, *ENTERS, "experts", "partial", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

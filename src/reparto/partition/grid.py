@@ -23,7 +23,7 @@ AXES = ("pipeline", "replicas", "data", "context", "tensor")
 
 GroupName = Literal[
     "world", "pipeline", "replicas", "batch", "shard", "reduce", "context", "tensor", "expert",
-    "expert_shard", "model",
+    "expert_shard", "expert_reduce", "model",
 ]  # fmt: skip
 
 #: the axes along which the members of a group differ
@@ -36,7 +36,7 @@ AXES_OF_GROUP: dict[str, tuple[str, ...]] = {
     "reduce": ("replicas", "data", "context"),  # ranks whose gradients are summed
     "context": ("context",),
     "tensor": ("tensor",),
-    "model": ("pipeline", "tensor"),  # ranks that hold one copy of the weights
+    "model": ("pipeline", "tensor"),  # ranks that hold one copy of the weights, with `expert`
 }
 
 
@@ -76,16 +76,25 @@ class Grid:
         return product
 
     def size(self, axis: str) -> int:
-        """The degree of one axis."""
+        """The degree of one axis; that of `expert_shard` is how many ranks hold the same experts."""
+        if axis == "expert_shard":
+            return self.data * self.context // self.expert
         return self.shape[AXES.index(axis)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis. Raises `IndexError` outside the grid."""
+        """Where `rank` stands on every axis. Raises `IndexError` outside the grid.
+
+        Where experts are shared out, `expert` (which experts) and `expert_shard` (which of the
+        ranks that hold them) say the same as `data` and `context` in another way.
+        """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")
         found: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
             rank, found[axis] = divmod(rank, size)
+        if self.expert > 1:
+            at = found["data"] * self.context + found["context"]
+            found["expert_shard"], found["expert"] = divmod(at, self.expert)
         return found
 
     def rank(self, coordinates: dict[str, int]) -> int:
@@ -97,12 +106,19 @@ class Grid:
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks of the named group that `rank` is in, ascending."""
-        if name in ("expert", "expert_shard"):
+        if name.startswith("expert"):
             return self._expert_group(name, rank)
+        if name == "model" and self.expert > 1:
+            axes = AXES_OF_GROUP[name]
+            lines = (self._line(axes, one) for one in self._expert_group("expert", rank))
+            return tuple(sorted(member for line in lines for member in line))
+        return self._line(AXES_OF_GROUP[name], rank)
+
+    def _line(self, along: tuple[str, ...], rank: int) -> tuple[int, ...]:
         here = self.coordinates(rank)
         ranks = [0]
         for axis, size in zip(AXES, self.shape, strict=True):
-            values = range(size) if axis in AXES_OF_GROUP[name] else (here[axis],)
+            values = range(size) if axis in along else (here[axis],)
             ranks = [base * size + value for base in ranks for value in values]
         return tuple(ranks)
 
@@ -110,7 +126,11 @@ class Grid:
         """`expert`: neighbours in data x context that hold different experts.
 
         `expert_shard`: those of the shard group that hold the same experts.
+        `expert_reduce`: those of all replicas that do, whose gradients of experts are summed.
         """
+        if name == "expert_reduce":
+            copies = self.group("replicas", rank)
+            return tuple(r for copy in copies for r in self._expert_group("expert_shard", copy))
         line = self.group("shard", rank)
         at = line.index(rank)
         if name == "expert":

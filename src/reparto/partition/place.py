@@ -4,7 +4,8 @@ Order of composition, each line needs the ones above:
 
     tensor     rectangles of every matrix (`cuts.py`)
     pipeline   which blocks a rank has, so which tensors at all
-    shard      rows of what is left, over data x context
+    expert     which experts of these blocks
+    shard      rows of what is left, over data x context; of experts, over those that hold the same
 
 `parallel/compose.py` acts on what this file says, `plan --show` prints it, and a checkpoint is
 written by it, so there is one truth about who holds what, for any rank of any plan, without torch.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from reparto.config.plan import Plan
 from reparto.errors import UserError
 from reparto.partition.cuts import cut_table, local_shape, match_rules, module_paths, rows_of
+from reparto.partition.experts import EXPERT_COPIES, EXPERT_GROUPS, elsewhere, expert_numbers
 from reparto.partition.flat import FlatLayout, flat_layout
 from reparto.partition.grid import AXES, Grid
 from reparto.partition.layers import cut_by_cost
@@ -72,15 +74,13 @@ class ModelMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """One virtual stage of a rank: consecutive blocks."""
+class Part:
+    """Parameters of a chunk that are reduced and gathered in the same groups."""
 
-    pipeline_stage: int
-    "0 .. pipeline x chunks - 1, in the order in which a microbatch meets them"
-    first_block: int
-    num_blocks: int
+    groups: str = ""
+    "beginning of the groups' names: `expert_` for experts that are shared out"
     layouts: tuple[FlatLayout, ...]
-    "flat memory of the trainable parameters that this chunk keeps, in model order"
+    "flat memory of the trainable parameters, in model order"
     frozen_layouts: tuple[FlatLayout, ...]
     "of those without a gradient, one a block that has any"
     frozen_gathers: tuple[int, ...]
@@ -88,9 +88,26 @@ class Chunk:
     kept: tuple[bool, ...]
     "per layout: whether backward starts with its weights as forward left them"
     names: tuple[str, ...]
-    "local names of all parameters that the chunk keeps"
+    "local names of all its parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One virtual stage of a rank: consecutive blocks."""
+
+    pipeline_stage: int
+    "0 .. pipeline x chunks - 1, in the order in which a microbatch meets them"
+    first_block: int
+    num_blocks: int
+    parts: tuple[Part, ...]
+    "what it keeps; the second part are experts that are shared out"
     borrows: tuple[str, ...]
     "local names of parameters that it uses and an earlier chunk of this rank keeps"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Local names of all parameters that the chunk keeps."""
+        return tuple(name for part in self.parts for name in part.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +129,13 @@ class Holding:
     "stored name -> placement before sharding: what the tensor rank computes with"
 
     @property
-    def layouts(self) -> tuple[FlatLayout, ...]:
-        return tuple(one for chunk in self.chunks for one in chunk.layouts)
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for chunk in self.chunks for part in chunk.parts)
 
     @property
-    def kept(self) -> tuple[bool, ...]:
-        return tuple(one for chunk in self.chunks for one in chunk.kept)
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """Flat memory of this rank's trainable parameters."""
+        return tuple(one for part in self.parts for one in part.layouts)
 
 
 def stage_cuts(model: ModelMap, plan: Plan) -> tuple[tuple[int, int], ...]:
@@ -147,21 +165,27 @@ def holding(model: ModelMap, plan: Plan, rank: int, *, gradient_bytes: int = 4) 
     table = initial_table(model.shapes, decays=model.decays, frozen=model.frozen, axes=AXES)
     if plan.tensor > 1:
         table = _cut_by_tensor(model, plan, table, coordinates["tensor"])
+    shard = grid.group("shard", rank).index(rank)
+    numbers = expert_numbers(model.rules, model.shapes) if plan.expert > 1 else {}
+    absent = elsewhere(numbers, plan, shard % plan.expert)
+    for name in numbers:
+        over = tuple(a for a in table[name].replicated_over if a not in ("data", "context"))
+        table[name] = table[name].with_(replicated_over=(*over, EXPERT_COPIES))
     cuts, owners = stage_cuts(model, plan), stage_owners(plan)
     where = _places(model, cuts)
     mine = [stage for stage, owner in enumerate(owners) if owner == coordinates["pipeline"]]
     local = _local_names(model, cuts, owners, coordinates["pipeline"])
+    local = {stored: name for stored, name in local.items() if stored not in absent}
     tensor_held = dict(table)
     shapes = {name: local_shape(table[stored].held, table[stored].shape)
               for stored, name in local.items()}  # fmt: skip
     chunks = tuple(
-        _chunk(model, plan, stage, cuts[stage], mine, where, local, shapes, gradient_bytes)
+        _chunk(model, plan, stage, cuts[stage], mine, where, local, shapes, numbers, gradient_bytes)
         for stage in mine
     )
     home = {stored: owners[stages[0]] for stored, stages in where.items()}
     copies = {name: stored for stored, name in local.items()
               if home[stored] != coordinates["pipeline"]}  # fmt: skip
-    shard = grid.group("shard", rank).index(rank)
     final = _by_name(model, plan, table, local, shard)
     return Holding(
         coordinates=coordinates,
@@ -247,6 +271,7 @@ def _chunk(
     where: Mapping[str, Sequence[int]],
     local: Mapping[str, str],
     shapes: Mapping[str, Shape],
+    experts: Mapping[str, object],
     gradient_bytes: int,
 ) -> Chunk:
     first, count = cut
@@ -260,7 +285,7 @@ def _chunk(
     for block in [outside, *blocks]:
         kept_here = []
         for stored in block:
-            if stored in taken:
+            if stored in taken or stored not in local:
                 continue
             taken.add(stored)
             if keeper[stored] == stage:
@@ -268,16 +293,11 @@ def _chunk(
             else:
                 borrows.append(local[stored])
         by_block.append(kept_here)
-    stored_of = {name: stored for stored, name in local.items()}
-    frozen = {name for name, stored in stored_of.items() if stored in model.frozen}
-    layouts = unit_layouts(
-        [{name: shapes[name] for name in block if name not in frozen} for block in by_block],
-        plan=plan,
-        gradient_bytes=gradient_bytes,
-    )
-    shards = plan.num_shards if plan.shard != "none" else 1
-    last = {local[stored] for stored in (*blocks[-1], *outside)}
-    with_frozen = [index for index, block in enumerate(by_block) if frozen.intersection(block)]
+    last = {local[stored] for stored in (*blocks[-1], *outside) if stored in local}
+    kinds = [("", [[n for n in block if n not in experts] for block in by_block])]
+    if experts:
+        kinds.append((EXPERT_GROUPS, [[n for n in block if n in experts] for block in by_block]))
+    frozen = {name for stored, name in local.items() if stored in model.frozen}
     # backward reaches a block if anything is trained in it or before it
     first_trained = min(
         (i for i, block in enumerate(by_block) if set(block) - frozen), default=len(by_block)
@@ -286,6 +306,37 @@ def _chunk(
         pipeline_stage=stage,
         first_block=first,
         num_blocks=count,
+        parts=tuple(
+            _part(groups, named, plan, shapes, frozen, last, first_trained, gradient_bytes)
+            for groups, named in kinds
+        ),
+        borrows=tuple(borrows),
+    )
+
+
+def _part(
+    groups: str,
+    by_block: Sequence[Sequence[str]],
+    plan: Plan,
+    shapes: Mapping[str, Shape],
+    frozen: set[str],
+    last: set[str],
+    first_trained: int,
+    gradient_bytes: int,
+) -> Part:
+    """`last` are the names that the chunk's last block uses."""
+    shards = 1
+    if plan.shard != "none":
+        shards = plan.num_shards // (plan.expert if groups else 1)
+    layouts = unit_layouts(
+        [{name: shapes[name] for name in block if name not in frozen} for block in by_block],
+        plan=plan,
+        shards=shards,
+        gradient_bytes=gradient_bytes,
+    )
+    with_frozen = [index for index, block in enumerate(by_block) if frozen.intersection(block)]
+    return Part(
+        groups=groups,
         layouts=tuple(layouts),
         frozen_layouts=tuple(
             flat_layout({n: shapes[n] for n in by_block[i] if n in frozen}, num_shards=shards)
@@ -296,7 +347,6 @@ def _chunk(
         ),
         kept=tuple(any(slot.name in last for slot in one.slots) for one in layouts),
         names=tuple(name for block in by_block for name in block),
-        borrows=tuple(borrows),
     )
 
 
@@ -312,8 +362,9 @@ def _by_name(
     for stored, one in table.items():
         if plan.pipeline > 1:
             over = tuple(axis for axis in one.replicated_over if axis != "pipeline")
-            held = one.held if local.get(stored) == stored else ()
-            one = one.with_(held=held, replicated_over=over)
+            one = one.with_(replicated_over=over)
+        if local.get(stored) != stored:
+            one = one.with_(held=())
         final[stored] = _reduced(one, plan, shard)
     for alias, stored in model.aliases.items():
         copy = final[stored]
@@ -328,16 +379,20 @@ def _reduced(one: Placement, plan: Plan, shard: int) -> Placement:
 
     Frozen weights are cut only where weights are.
     """
+    expert = EXPERT_COPIES in one.replicated_over
+    along = (EXPERT_COPIES,) if expert else ("data", "context")
+    partial = (*one.partial_over, "replicas", *along)
     if plan.shard == "none":
-        return one.with_(partial_over=(*one.partial_over, "replicas", "data", "context"))
+        return one.with_(partial_over=partial)
     if not one.trainable and plan.shard != "parameters":
         return one
     rows, _ = rows_and_columns(local_shape(one.held, one.shape))
-    start, size = split_evenly(rows, plan.num_shards, shard)
+    degree = plan.expert if expert else 1
+    start, size = split_evenly(rows, plan.num_shards // degree, shard // degree)
     return one.with_(
         held=rows_of(one.held, start, size) if one.held else (),
-        replicated_over=tuple(a for a in one.replicated_over if a not in ("data", "context")),
-        partial_over=(*one.partial_over, "replicas", "data", "context"),
+        replicated_over=tuple(a for a in one.replicated_over if a not in along),
+        partial_over=partial,
     )
 
 
@@ -345,27 +400,32 @@ def held_messages(
     held: Holding, plan: Plan, *, compute_dtype: str = "float32", master_dtype: str = "float32"
 ) -> list[Message]:
     """Messages of data parallelism and sharding of one rank and step, frozen weights included."""
-    found = reduction_messages(
-        held.layouts,
-        plan=plan,
-        compute_dtype=compute_dtype,
-        master_dtype=master_dtype,
-        kept=held.kept,
-    )
-    if plan.shard == "parameters" and plan.num_shards > 1:
-        for chunk in held.chunks:
-            for layout, times in zip(chunk.frozen_layouts, chunk.frozen_gathers, strict=True):
-                found.append(
-                    Message(
-                        what="weight",
-                        operation="all_gather",
-                        group="shard",
-                        group_size=plan.num_shards,
-                        payload_bytes=layout.whole_numel * DTYPE_BYTES[compute_dtype],
-                        count=1 if plan.pipeline > 1 else times * plan.num_microbatches,
-                        hidden_behind="the neighbouring block",
+    found: list[Message] = []
+    for groups in dict.fromkeys(part.groups for part in held.parts):
+        parts = [part for part in held.parts if part.groups == groups]
+        found += reduction_messages(
+            [one for part in parts for one in part.layouts],
+            plan=plan,
+            groups=groups,
+            compute_dtype=compute_dtype,
+            master_dtype=master_dtype,
+            kept=[one for part in parts for one in part.kept],
+        )
+        shards = plan.num_shards // (plan.expert if groups else 1)
+        if plan.shard == "parameters" and shards > 1:
+            for part in parts:
+                for layout, times in zip(part.frozen_layouts, part.frozen_gathers, strict=True):
+                    found.append(
+                        Message(
+                            what="weight",
+                            operation="all_gather",
+                            group=f"{groups}shard",
+                            group_size=shards,
+                            payload_bytes=layout.whole_numel * DTYPE_BYTES[compute_dtype],
+                            count=1 if plan.pipeline > 1 else times * plan.num_microbatches,
+                            hidden_behind="the neighbouring block",
+                        )
                     )
-                )
     return found
 
 
@@ -377,18 +437,18 @@ def held_state(
     """
     types = {"compute_dtype": compute_dtype, "master_dtype": master_dtype}
     parameters = gradients = optimizer = 0
-    for chunk in held.chunks:
-        one = state_bytes(chunk.layouts, plan=plan, **types)
-        frozen = state_bytes(chunk.frozen_layouts, plan=plan, **types)
+    for part in held.parts:
+        one = state_bytes(part.layouts, plan=plan, **types)
+        frozen = state_bytes(part.frozen_layouts, plan=plan, **types)
         without_master = plan.shard in ("optimizer", "gradients")
         parameters += one.parameters + (
-            _natural(chunk.frozen_layouts) * DTYPE_BYTES[compute_dtype]
+            _natural(part.frozen_layouts) * DTYPE_BYTES[compute_dtype]
             if without_master
             else frozen.parameters
         )
         gradients += one.gradients
         optimizer += one.optimizer
-        copies = [slot for layout in chunk.layouts for slot in layout.slots
+        copies = [slot for layout in part.layouts for slot in layout.slots
                   if slot.name in held.copies]  # fmt: skip
         optimizer -= 2 * sum(slot.numel for slot in copies) * DTYPE_BYTES[master_dtype]
     return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)

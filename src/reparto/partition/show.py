@@ -17,12 +17,11 @@ from reparto.config.model import (
 from reparto.config.plan import Plan
 from reparto.partition.activations import Flow, activation_messages
 from reparto.partition.layers import decoder_costs
-from reparto.partition.place import ModelMap, held_messages, holding, names_by_block
+from reparto.partition.place import ModelMap, held_messages, held_state, holding, names_by_block
 from reparto.partition.tensors import Placement
 from reparto.partition.volume import (
     Message,
     StateBytes,
-    state_bytes,
     word_messages,
 )
 from reparto.units import DTYPE_BYTES
@@ -110,7 +109,7 @@ def view_rank(
         rank=rank,
         coordinates=held.coordinates,
         table=held.table,
-        state=state_bytes(held.layouts, plan=plan, **types),
+        state=held_state(held, plan, **types),
         messages=(
             *held_messages(held, plan, **types),
             *(activation_messages(flow, plan, held, **types) if flow else ()),

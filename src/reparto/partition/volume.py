@@ -140,9 +140,14 @@ def _join_small(blocks: list[dict[str, tuple[int, ...]]]) -> list[Shapes]:
     return list(units)
 
 
-def unit_layouts(blocks: Sequence[Shapes], *, plan: Plan, gradient_bytes: int) -> list[FlatLayout]:
-    """The flat layouts that the plan's data or shard strategy makes of the model's blocks."""
-    shards = plan.num_shards if plan.shard != "none" else 1
+def unit_layouts(
+    blocks: Sequence[Shapes], *, plan: Plan, gradient_bytes: int, shards: int | None = None
+) -> list[FlatLayout]:
+    """The flat layouts that the plan's data or shard strategy makes of the model's blocks, cut for
+    `shards` ranks (default: the plan's shard group).
+    """
+    if shards is None:
+        shards = plan.num_shards if plan.shard != "none" else 1
     return [
         flat_layout(unit, num_shards=shards)
         for unit in unit_shapes(blocks, plan=plan, gradient_bytes=gradient_bytes)
@@ -163,6 +168,7 @@ def reduction_messages(
     compute_dtype: str = "float32",
     master_dtype: str = "float32",
     kept: Sequence[bool] = (),
+    groups: str = "",
 ) -> list[Message]:
     """The data-parallel and sharding messages of one optimizer step.
 
@@ -170,13 +176,14 @@ def reduction_messages(
     `shard=parameters` every microbatch gathers each unit for forward and again for backward. `kept`
     names the units that the last block of forward uses: backward takes those as they are. Without
     it that is the last unit alone; a head tied to the embedding makes it the first unit too. A
-    pipeline gathers a stage once a step.
+    pipeline gathers a stage once a step. `groups` is the beginning of the groups' names: `expert_`
+    for experts that are shared out, which 1 / expert of the ranks reduce among themselves.
     """
     master, compute = DTYPE_BYTES[master_dtype], DTYPE_BYTES[compute_dtype]
     m = plan.num_microbatches
     reduces = m if plan.gradient_sync == "microbatch" else 1
     found: list[Message] = []
-    ranks = plan.data * plan.context
+    ranks = plan.data * plan.context // (plan.expert if groups else 1)
     for layout in layouts:
         whole = layout.whole_numel
         if plan.shard == "none":
@@ -185,7 +192,7 @@ def reduction_messages(
                     Message(
                         what="gradient",
                         operation="all_reduce",
-                        group="reduce",
+                        group=f"{groups}reduce",
                         group_size=ranks,
                         payload_bytes=whole * master,
                         count=reduces,
@@ -198,7 +205,7 @@ def reduction_messages(
                 Message(
                     what="gradient",
                     operation="reduce_scatter",
-                    group="shard",
+                    group=f"{groups}shard",
                     group_size=layout.num_shards,
                     payload_bytes=whole * master,
                     count=reduces,
@@ -222,16 +229,17 @@ def reduction_messages(
                 Message(
                     what="weight",
                     operation="all_gather",
-                    group="shard",
+                    group=f"{groups}shard",
                     group_size=layout.num_shards,
                     payload_bytes=whole * compute,
                     hidden_behind="",
                 )
             )
-    if plan.shard == "parameters" and plan.num_shards > 1:
+    if plan.shard == "parameters" and layouts and layouts[0].num_shards > 1:
         found += _unshard_messages(
             layouts,
             plan=plan,
+            groups=groups,
             compute_bytes=compute,
             kept=kept or [index == len(layouts) - 1 for index in range(len(layouts))],
         )
@@ -258,14 +266,19 @@ def word_messages(world_size: int) -> list[Message]:
 
 
 def _unshard_messages(
-    layouts: Sequence[FlatLayout], *, plan: Plan, compute_bytes: int, kept: Sequence[bool]
+    layouts: Sequence[FlatLayout],
+    *,
+    plan: Plan,
+    groups: str,
+    compute_bytes: int,
+    kept: Sequence[bool],
 ) -> list[Message]:
     m = plan.num_microbatches
     return [
         Message(
             what="weight",
             operation="all_gather",
-            group="shard",
+            group=f"{groups}shard",
             group_size=layout.num_shards,
             payload_bytes=layout.whole_numel * compute_bytes,
             count=1 if plan.pipeline > 1 else m if stays else 2 * m,

@@ -139,6 +139,26 @@ def _row(
         "skipped": result.skipped,
         "position": position,
         "peak_rss_bytes": peak,
+        **_load(result),
+    }
+
+
+def _load(result: StepResult) -> Row:
+    """The load of experts, flat, as every row is; nothing for a dense model."""
+    load = result.load
+    if load is None:
+        return {}
+    by_expert = {
+        f"expert_load/{layer}/{expert}": count
+        for layer, row in enumerate(load.counts)
+        for expert, count in enumerate(row)
+    }
+    return {
+        "balance_loss": load.balance_loss,
+        "router_z_loss": load.z_loss,
+        "expert_load_max_over_mean": load.worst,
+        "idle_experts": load.idle,
+        **by_expert,
     }
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from reparto.config.run import Synchronize
 from reparto.model.chain import Chain
 from reparto.parallel.compose import LossFunction, Parallel, executor
+from reparto.parallel.expert import Load
 from reparto.trace import Kind
 from reparto.train.agree import Agreed, Word, agree
 from reparto.train.optim import AdamW, clip_coefficient, learning_rate, square_sum
@@ -50,6 +51,8 @@ class StepResult:
     "the word"
     untouched: tuple[str, ...]
     "trainable parameters that no loss of this rank reached"
+    load: Load | None
+    "of experts, where the model has them"
 
 
 class Trainer(Generic[Batch]):
@@ -98,8 +101,10 @@ class Trainer(Generic[Batch]):
         parallel, ring = self.parallel, self.parallel.mesh.ring
         ring.set_step(number)
         parallel.strategy.begin_step()
+        parallel.balance.begin_step()
         sums = self._executor.run(microbatches)
         parallel.strategy.settle()
+        load = parallel.balance.settle()
         owned = parallel.strategy.owned()
         with ring.span(Kind.OPTIMIZER, "norm"):
             squares = square_sum(owned)
@@ -130,6 +135,8 @@ class Trainer(Generic[Batch]):
                 clip = clip_coefficient(norm, self.synchronize.clip_norm)
                 self._optimizer().step(owned, rate=rate, factor=clip / agreed.tokens)
             parallel.strategy.publish()
+            if load is not None:
+                parallel.balance.follow(load)
             self.updates += 1
         return StepResult(
             loss=agreed.loss / agreed.tokens if agreed.tokens else 0.0,
@@ -139,6 +146,7 @@ class Trainer(Generic[Batch]):
             skipped=skip,
             agreed=agreed,
             untouched=sums.untouched,
+            load=load,
         )
 
     def rate(self, number: int) -> float:
