@@ -9,9 +9,9 @@
 | `all_to_all` | rows to their ranks | the rows' gradients back |
 
 The transpose of a sum whose result every rank uses alike is a copy, not a second sum: the loss is
-computed by every rank of a tensor group and counted once. All of them wait before they return. Two of
-them take *riders*: other tensors whose gradients are made by `Riders.gradients()` while the message
-of backward travels, and go back through autograd like any gradient.
+computed by every rank of a tensor group and counted once. All of them wait before they return. Two
+take *riders*: other tensors whose gradients are made by `Riders.gradients()` while the message of
+backward travels, and go back through autograd like any gradient.
 
 A tag has two forms, `activation ...` in forward and `activation-gradient ...` in backward, so that
 records, bytes and hang reports tell them apart.
@@ -106,9 +106,7 @@ def _exchanged(
     rows: Tensor, group: Communicator, out_sizes: Sequence[int], in_sizes: Sequence[int], tag: str
 ) -> Tensor:
     out = rows.new_empty(sum(out_sizes), *rows.shape[1:])
-    group.all_to_all(
-        out, rows.contiguous(), tag=tag, out_sizes=out_sizes, in_sizes=in_sizes
-    ).wait()
+    group.all_to_all(out, rows.contiguous(), tag=tag, out_sizes=out_sizes, in_sizes=in_sizes).wait()
     return out
 
 

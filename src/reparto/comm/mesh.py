@@ -43,7 +43,7 @@ PURPOSES: dict[str, tuple[str, str]] = {
     "expert_shard": ("expert_shard", ""),
     "expert_unshard": ("expert_shard", "unshard"),
     "expert_reduce": ("expert_reduce", ""),
-    "model": ("model", ""),
+    "weights": ("weights", ""),
     "save": ("world", "save"),  # used by the thread that saves in the background
 }
 

@@ -1,6 +1,6 @@
 """The dense feed-forward part of a layer; also one expert, and the experts that all tokens pass.
 
-    D hidden   F inner width
+D hidden   F inner width
 """
 
 from __future__ import annotations

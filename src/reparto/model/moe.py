@@ -3,8 +3,8 @@
 Equation.  s = softmax(x W) or sigmoid(x W);  y = sum over the k best experts e of  w_e f_e(x),
            w = s of the chosen (over their sum, if `norm_topk_prob`).
 
-Tokens are sorted by expert, each expert works on one run of rows, and the rows are put back: nothing
-is padded and, without a capacity, nothing is dropped. The rows of one layer cross ranks in
+Tokens are sorted by expert, each expert works on one run of rows, and the rows are put back:
+nothing is padded and, without a capacity, nothing is dropped. The rows of one layer cross ranks in
 `experts`, a module without code of its own for it: a strategy puts its forward in that place. An
 expert without tokens is called with zero rows, so that its weights have a gradient like any other
 and no rank waits for one that skipped it.
@@ -224,7 +224,7 @@ class Experts(nn.ModuleList):
 
 def run_experts(experts: list[nn.Module], rows_MD: Tensor, counts: list[int]) -> Tensor:
     """Each expert on its run of rows; one without rows is called all the same."""
-    parts = rows_MD.split(counts)
+    parts = torch.split(rows_MD, counts)
     return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 

@@ -1,9 +1,9 @@
 """Expert parallelism: ranks that see different tokens hold different experts, and exchange rows.
 
-Equation.  rank r of n holds experts r E/n .. (r+1) E/n - 1;  a layer's rows, sorted by expert, go to
-           their holders (all_to_all), pass the experts, and come back the same way. The gradient of
-           an exchange is the exchange backwards, so an expert's gradient is a sum over the tokens
-           of all n ranks as it stands, and is summed once more over ranks that hold the same one.
+Equation.  rank r of n holds experts r E/n .. (r+1) E/n - 1;  a layer's rows, sorted by expert, go
+           to their holders (all_to_all), pass the experts, and come back the same way. The
+           gradient of an exchange is the exchange backwards, so an expert's gradient is a sum over
+           the tokens of all n ranks, and is summed once more over ranks that hold the same one.
 
 | what | collective | when | payload a layer and microbatch, a rank |
 |---|---|---|---|
@@ -13,18 +13,19 @@ Equation.  rank r of n holds experts r E/n .. (r+1) E/n - 1;  a layer's rows, so
 | gradients of experts | as `data.py`, `zero.py` | once a step | 1 / n of what replicas would send |
 
 Exposed: a layer's experts cannot begin before their rows are there.
-(E experts, D hidden width, c bytes of the compute type. Even loads send K T (n-1)/n rows of T tokens
-with K experts each to other ranks.)
+(E experts, D hidden width, c bytes of the compute type. Of T tokens with K experts each, even loads
+send K T (n-1)/n rows to other ranks.)
 
-It pays when experts do not fit, and where the gradients that are not sent weigh more than the rows:
-per layer 4 W (n-1)/n bytes a step that stay, W weights of all experts, against
-4 c K T D (n-1)/n that travel, that is  T < W / (c K D)  tokens a rank and step in float32 terms.
+It pays when experts do not fit, and where gradients that need not travel weigh more than the rows
+that do: a layer's experts with W weights save 8 W (n-1)/n bytes a step on the wire, and the four
+exchanges of rows cost 4 c K T D (n-1)/n, so in float32 where  T < W / (2 K D)  tokens a rank.
 Source: Lepikhin et al. 2020 (GShard), section 3.2; Rajbhandari et al. 2022 (DeepSpeed-MoE).
 
-The strategy puts its own forward into the module that rules call `experts`; the model holds no code
-for it. Counts travel first, so every size is exact: no padding, and a rank or an expert without rows
-takes part with none. Rejected: fixed room for each expert (capacity), which sends zeros when loads
-are uneven and drops tokens when they are more so; here a capacity is a choice of the model.
+The strategy puts its own forward into the module that rules call `experts`; the model holds no
+code for it. Counts travel first, so every size is exact: no padding, and a rank or an expert
+without rows takes part with none. Rejected: fixed room for each expert (capacity), which sends
+zeros when loads are uneven and drops tokens when they are more so; here a capacity is a choice of
+the model.
 
     N tokens   M rows sent   R rows received   D hidden   E experts   L = E / n of them here
 """
@@ -61,7 +62,7 @@ def apply(model: nn.Module, *, styles: Mapping[str, Style], group: Communicator)
         if style.name == "experts":
             module = model.get_submodule(path)
             forward = _shared_experts(list(module.children()), path, group)
-            module.forward = forward  # type: ignore[assignment]
+            module.forward = forward
 
 
 def _shared_experts(
@@ -84,9 +85,7 @@ def _shared_experts(
         order_R = kinds_R.argsort(stable=True)
         done_RD = run_experts(mine, _permuted(rows_RD, order_R), arriving_NL.sum(0).tolist())
         back_RD = _permuted(done_RD, order_R.argsort())
-        return all_to_all(
-            back_RD, group, out_sizes=sent, in_sizes=received, tag=f"combine {path}"
-        )
+        return all_to_all(back_RD, group, out_sizes=sent, in_sizes=received, tag=f"combine {path}")
 
     return forward
 
@@ -212,12 +211,16 @@ class Balance:
         """What a checkpoint keeps: integers, the same under every plan."""
         return {"counts": self._counts_LE.tolist(), "bias_steps": self._steps_LE.tolist()}
 
-    def load_state(self, counts: Sequence[Sequence[int]], bias_steps: Sequence[Sequence[int]]) -> None:
+    def load_state(
+        self, counts: Sequence[Sequence[int]], bias_steps: Sequence[Sequence[int]]
+    ) -> None:
         """The inverse. Raises `ValueError` for another number of layers or experts."""
         found = torch.tensor(counts, dtype=torch.int64), torch.tensor(bias_steps, dtype=torch.int64)
         for one in found:
             if one.shape != self._counts_LE.shape:
-                raise ValueError(f"load of {tuple(one.shape)}, expected {tuple(self._counts_LE.shape)}")
+                raise ValueError(
+                    f"load of {tuple(one.shape)}, expected {tuple(self._counts_LE.shape)}"
+                )
         self._counts_LE, self._steps_LE = found
         self._hand_out()
 

@@ -254,14 +254,14 @@ class Joined:
         local = self._local.get(stored)
         placement = self._held.tensor_held[stored]
         part = None if local is None else read(self._keeper[local], local)
-        model = self._mesh.group("model")
-        if model.size == 1:
+        group = self._mesh.group("weights")
+        if group.size == 1:
             assert part is not None
             return part
         whole = torch.zeros(placement.shape, dtype=self._master)
         if part is not None and local not in self._held.copies and self._speaks(placement):
             _paste(whole, placement.held, part)
-        model.all_reduce(whole, tag=f"inspect {name}"[:60]).wait()
+        group.all_reduce(whole, tag=f"inspect {name}"[:60]).wait()
         return whole
 
     def _speaks(self, placement: Placement) -> bool:

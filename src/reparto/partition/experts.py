@@ -26,7 +26,9 @@ def expert_numbers(
 
     Empty for a model without experts.
     """
-    patterns = [pattern.split(".") for pattern, style in (rules or {}).items() if style == "experts"]
+    patterns = [
+        pattern.split(".") for pattern, style in (rules or {}).items() if style == "experts"
+    ]
     if not patterns:
         return {}
     found: dict[str, tuple[str, int]] = {}

@@ -23,7 +23,7 @@ AXES = ("pipeline", "replicas", "data", "context", "tensor")
 
 GroupName = Literal[
     "world", "pipeline", "replicas", "batch", "shard", "reduce", "context", "tensor", "expert",
-    "expert_shard", "expert_reduce", "model",
+    "expert_shard", "expert_reduce", "model", "weights",
 ]  # fmt: skip
 
 #: the axes along which the members of a group differ
@@ -36,7 +36,7 @@ AXES_OF_GROUP: dict[str, tuple[str, ...]] = {
     "reduce": ("replicas", "data", "context"),  # ranks whose gradients are summed
     "context": ("context",),
     "tensor": ("tensor",),
-    "model": ("pipeline", "tensor"),  # ranks that hold one copy of the weights, with `expert`
+    "model": ("pipeline", "tensor"),  # ranks that work on the same sequences
 }
 
 
@@ -76,7 +76,7 @@ class Grid:
         return product
 
     def size(self, axis: str) -> int:
-        """The degree of one axis; that of `expert_shard` is how many ranks hold the same experts."""
+        """The degree of one axis; of `expert_shard`, how many ranks hold the same experts."""
         if axis == "expert_shard":
             return self.data * self.context // self.expert
         return self.shape[AXES.index(axis)]
@@ -105,11 +105,14 @@ class Grid:
         return rank
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the named group that `rank` is in, ascending."""
+        """The ranks of the named group that `rank` is in, ascending.
+
+        `weights`: those that together hold one copy of all weights: `model` and `expert`.
+        """
         if name.startswith("expert"):
             return self._expert_group(name, rank)
-        if name == "model" and self.expert > 1:
-            axes = AXES_OF_GROUP[name]
+        if name == "weights":
+            axes = AXES_OF_GROUP["model"]
             lines = (self._line(axes, one) for one in self._expert_group("expert", rank))
             return tuple(sorted(member for line in lines for member in line))
         return self._line(AXES_OF_GROUP[name], rank)
