@@ -81,13 +81,12 @@ def in_microbatches(batch: Microbatch, count: int) -> list[Microbatch]:
     ]
 
 
-def ours(workload: Workload, mesh: Mesh, plan: Plan, name: str = "ours") -> Contestant:
+def our_trainer(workload: Workload, mesh: Mesh, plan: Plan) -> Trainer[Microbatch]:
     """Our trainer, with its agreement word, records and all."""
-    plan = plan.model_copy(update={"num_microbatches": workload.num_microbatches})
     run = Run(
         seed=SEED,
         steps=1000,
-        partition=plan,
+        partition=plan.model_copy(update={"num_microbatches": workload.num_microbatches}),
         synchronize=Synchronize(learning_rate=RATE, warmup_steps=0, clip_norm=CLIP),
     )
     parallel, chain = share_decoder(run, Decoder(workload.config), workload.config, mesh, {})
@@ -95,6 +94,12 @@ def ours(workload: Workload, mesh: Mesh, plan: Plan, name: str = "ours") -> Cont
         parallel, chain=chain, synchronize=run.synchronize, steps=run.steps
     )
     trainer.make_optimizer()
+    return trainer
+
+
+def ours(workload: Workload, mesh: Mesh, plan: Plan, name: str = "ours") -> Contestant:
+    """Our trainer as a contestant."""
+    trainer = our_trainer(workload, mesh, plan)
     source = batches(workload, mesh.grid.batch_index(mesh.rank))
     count = [0]
 

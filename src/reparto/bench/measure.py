@@ -1,4 +1,4 @@
-"""Two workers measure what they are asked: the asking side of `worker.py`."""
+"""Workers measure what they are asked: the asking side of `worker.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reparto.config.model import num_parameters, preset
 from reparto.errors import Fault, UserError
@@ -70,21 +71,30 @@ def measure(
 
     memory  the steady peak of resident bytes of the only contestant instead
     """
+    question = {
+        "kind": "memory" if memory else "race", "model": load.model, "plan": plan,
+        "contestants": list(contestants), "rounds": rounds,
+        "steps": 2 if memory else load.steps, "sequences": load.sequences,
+        "sequence_length": load.sequence_length, "num_microbatches": load.num_microbatches,
+    }  # fmt: skip
+    found: dict[str, list[float]] = ask(question, 2, tell)[0]
+    return found
+
+
+def ask(question: Mapping[str, object], world_size: int, tell: Tell) -> list[Any]:
+    """Start workers of one thread, give them `question`, and return every rank's answer.
+
+    Raises `Fault` with the first failure of a worker.
+    """
     from reparto.recover.supervise import Supervisor
 
     folder = Path(tempfile.mkdtemp(prefix="reparto-bench-"))
     for name in ("control", "logs"):
         (folder / name).mkdir(mode=0o700)
-    question = {
-        "model": load.model, "plan": plan, "contestants": list(contestants), "rounds": rounds,
-        "steps": 2 if memory else load.steps, "sequences": load.sequences,
-        "sequence_length": load.sequence_length, "num_microbatches": load.num_microbatches,
-        "memory": memory, "supervisor_pid": os.getpid(),
-    }  # fmt: skip
-    (folder / "question.json").write_text(json.dumps(question))
+    (folder / "question.json").write_text(json.dumps({**question, "supervisor_pid": os.getpid()}))
     supervisor = Supervisor(
         folder,
-        world_size=2,
+        world_size=world_size,
         arguments=["-m", "reparto.bench.worker", str(folder)],
         environment={
             "OMP_NUM_THREADS": "1",
@@ -108,8 +118,8 @@ def measure(
         if not outcome.ok:
             cause = outcome.failures[0]
             raise Fault(f"bench: rank {cause.rank}: {cause.message}")
-        found: dict[str, list[float]] = json.loads((folder / "seconds.json").read_text())
-        return found
+        return [json.loads((folder / f"answer-{rank}.json").read_text())
+                for rank in range(world_size)]  # fmt: skip
     except BaseException:
         supervisor.kill()
         raise

@@ -1,4 +1,4 @@
-"""`bench data | zero | tensor | pipeline | overhead`: what each compares, and what it answers."""
+"""`bench data | zero | tensor | pipeline | schedule | checkpoint | overhead`: what each answers."""
 
 from __future__ import annotations
 
@@ -128,6 +128,13 @@ def bench_checkpoint(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     return found(model, rounds, tell)
 
 
+def bench_schedule(model: str, rounds: int, tell: Tell) -> dict[str, object]:
+    """Steps and bubbles of every schedule beside what `schedule/timing.py` says of them."""
+    from reparto.bench.schedules import bench_schedule as found
+
+    return found(model, rounds, tell)
+
+
 #: name -> (model, rounds, what hears of progress) -> the object of `--json`
 BENCHES: Mapping[str, Callable[[str, int, Tell], dict[str, object]]] = MappingProxyType(
     {
@@ -135,6 +142,7 @@ BENCHES: Mapping[str, Callable[[str, int, Tell], dict[str, object]]] = MappingPr
         "zero": bench_zero,
         "tensor": bench_tensor,
         "pipeline": bench_pipeline,
+        "schedule": bench_schedule,
         "checkpoint": bench_checkpoint,
         "overhead": bench_overhead,
     }

@@ -1,8 +1,12 @@
 """One worker of a benchmark: `python -m reparto.bench.worker FOLDER`.
 
-FOLDER/question.json says what to compare; rank 0 leaves FOLDER/seconds.json. With `memory` the only
-contestant makes a few steps, and what is kept is the peak of resident memory in steady state:
-VmHWM, reset after the first step, so that building the model does not count.
+FOLDER/question.json says what to do, FOLDER/answer-RANK.json what came out. Its `kind`:
+
+    race      contestants in interleaved rounds: seconds a step
+    memory    the only contestant makes a few steps: the peak of resident memory in steady state
+              (VmHWM, reset after the first step, so that building the model does not count)
+    sleep     pipelines whose stages sleep: when each action began and ended
+    training  the same of a real model
 """
 
 from __future__ import annotations
@@ -10,18 +14,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reparto.bench import contestants, pipeline_peers, tensor_peers
+from reparto.bench import contestants, pipeline_peers, synthetic, tensor_peers
 from reparto.bench.protocol import Contestant, run_rounds
 from reparto.comm.backend import file_store, finish_process_group
 from reparto.comm.mesh import Mesh, join_mesh
 from reparto.config.model import preset
 from reparto.config.plan import Plan
+from reparto.parallel.compose import schedule_of
 from reparto.partition.grid import Grid
 from reparto.recover.supervise import write_error
 from reparto.recover.worker import leave_with_parent
@@ -31,7 +39,7 @@ _TIMEOUT_S = 300.0
 
 
 def main() -> None:
-    """Run as one rank; rank 0 writes the result."""
+    """Run as one rank."""
     folder = Path(sys.argv[1])
     control = folder / "control"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,32 +55,73 @@ def main() -> None:
         mesh = join_mesh(
             Grid.of(plan), rank, backend="auto", store=store, ring=ring, timeout_s=_TIMEOUT_S
         )
-        workload = contestants.Workload(
-            config=preset(question["model"]),
-            sequences=question["sequences"],
-            sequence_length=question["sequence_length"],
-            num_microbatches=question["num_microbatches"],
-        )
-        entries = [_one(name, workload, mesh, plan) for name in question["contestants"]]
-        if question["memory"]:
-            found: object = _steady_peak_bytes(entries[0], question["steps"])
-        else:
-            found = run_rounds(
-                entries,
-                rounds=question["rounds"],
-                steps=question["steps"],
-                barrier=dist.barrier,
-                rank=rank,
-                tell=_tell(folder, rank),
-            )
+        answer = _ANSWERS[question["kind"]](question, mesh, plan, _tell(folder, rank))
         dist.barrier()
-        if rank == 0:
-            (folder / "seconds.json").write_text(json.dumps(found))
+        (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
         finish_process_group()
     except BaseException as error:
         write_error(control, rank, {"kind": type(error).__name__, "message": repr(error),
                                     "exit_code": 4})  # fmt: skip
         raise
+
+
+Question = Mapping[str, Any]
+Tell = Callable[[str], None]
+
+
+def _workload(question: Question) -> contestants.Workload:
+    return contestants.Workload(
+        config=preset(question["model"]),
+        sequences=question["sequences"],
+        sequence_length=question["sequence_length"],
+        num_microbatches=question["num_microbatches"],
+    )
+
+
+def _race(question: Question, mesh: Mesh, plan: Plan, tell: Tell) -> object:
+    workload = _workload(question)
+    return run_rounds(
+        [_one(name, workload, mesh, plan) for name in question["contestants"]],
+        rounds=question["rounds"],
+        steps=question["steps"],
+        barrier=dist.barrier,
+        rank=mesh.rank,
+        tell=tell,
+    )
+
+
+def _memory(question: Question, mesh: Mesh, plan: Plan, tell: Tell) -> object:
+    one = _one(question["contestants"][0], _workload(question), mesh, plan)
+    return _steady_peak_bytes(one, question["steps"])
+
+
+def _sleep(question: Question, mesh: Mesh, plan: Plan, tell: Tell) -> object:
+    naps = synthetic.Naps(**question["naps"])
+    found = {}
+    for name in question["schedules"]:
+        schedule = schedule_of(plan.model_copy(update={"schedule": name}))
+        found[name] = _spans(synthetic.spans_of_sleep(schedule, mesh, naps, question["rounds"]))
+        tell(f"pipeline={plan.pipeline},schedule={name} asleep")
+    return found
+
+
+def _training(question: Question, mesh: Mesh, plan: Plan, tell: Tell) -> object:
+    workload = _workload(question)
+    found = {}
+    for name in question["schedules"]:
+        named = plan.model_copy(update={"schedule": name})
+        found[name] = _spans(synthetic.spans_of_training(workload, mesh, named, question["rounds"]))
+        tell(f"{named.text} with {question['model']}")
+    return found
+
+
+def _spans(found: tuple[list[synthetic.Spans], int]) -> object:
+    return {"steps": [asdict(one) for one in found[0]], "peak_live": found[1]}
+
+
+_ANSWERS: Mapping[str, Callable[[Question, Mesh, Plan, Tell], object]] = MappingProxyType(
+    {"race": _race, "memory": _memory, "sleep": _sleep, "training": _training}
+)
 
 
 def _one(name: str, workload: contestants.Workload, mesh: Mesh, plan: Plan) -> Contestant:

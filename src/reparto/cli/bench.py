@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -40,6 +41,20 @@ def bench(*, name: str, model: str, rounds: int, json_out: bool) -> None:
         table.add_row(peer, f"{one['q1']:.3f}", f"{one['median']:.3f}", f"{one['q3']:.3f}")
     out.print(table)
     out.print(str(found["workload"]))
-    out.print(json.dumps(found["figures"]))
+    figures = found["figures"]
+    assert isinstance(figures, dict)
+    if rows := figures.get("rows"):
+        out.print(_rows(rows))
+    out.print(json.dumps({key: one for key, one in figures.items() if key != "rows"}))
     if json_out:
         print(json.dumps(found))
+
+
+def _rows(rows: Sequence[Mapping[str, object]]) -> Table:
+    """Figures of many cases, a line each."""
+    table = Table()
+    for heading in rows[0]:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(str(one) for one in row.values()))
+    return table

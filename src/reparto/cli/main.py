@@ -234,7 +234,8 @@ def generate(
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="data, zero, tensor, pipeline, checkpoint or overhead.")
+        str,
+        typer.Argument(help="data, zero, tensor, pipeline, schedule, checkpoint or overhead."),
     ],
     model: Annotated[str, typer.Option("--model", help="1m, 10m or 50m.")] = "10m",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds.")] = 9,
