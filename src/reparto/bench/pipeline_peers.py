@@ -35,7 +35,7 @@ from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
 from reparto.model.loss import cross_entropy_sum
 from reparto.model.transformer import Decoder
-from reparto.partition.layers import cut_by_cost, decoder_costs
+from reparto.partition.layers import decoder_costs, pipeline_cuts
 
 #: name -> (torch's class, virtual stages a rank, whether they lie in a V)
 ORDERS: Mapping[str, tuple[type, int, bool]] = MappingProxyType(
@@ -148,7 +148,9 @@ def torch_pipeline(workload: Workload, mesh: Mesh, plan: Plan, order: str, cut: 
         cuts: Sequence[tuple[int, int]] = cut_evenly(config.num_hidden_layers, stages)
     else:
         costs = decoder_costs(config, sequence_length=workload.sequence_length)
-        cuts = cut_by_cost(costs, stages)
+        owners = [place for stage in range(stages) for place in range(ranks)
+                  if stage in mine_of(order, place, ranks)]  # fmt: skip
+        cuts = pipeline_cuts(costs, owners, workload.num_microbatches)
     pipe = TorchPipeline(
         model, order, rank=rank, ranks=ranks, cuts=cuts,
         num_microbatches=workload.num_microbatches,

@@ -27,7 +27,7 @@ from reparto.partition.cuts import cut_table, local_shape, match_rules, module_p
 from reparto.partition.experts import EXPERT_COPIES, EXPERT_GROUPS, elsewhere, expert_numbers
 from reparto.partition.flat import FlatLayout, flat_layout
 from reparto.partition.grid import AXES, Grid
-from reparto.partition.layers import cut_by_cost
+from reparto.partition.layers import pipeline_cuts
 from reparto.partition.tensors import Placement, initial_table, rows_and_columns, split_evenly
 from reparto.partition.volume import (
     Message,
@@ -140,10 +140,10 @@ class Holding:
 
 def stage_cuts(model: ModelMap, plan: Plan) -> tuple[tuple[int, int], ...]:
     """`(first block, number of blocks)` of every virtual stage, cut by cost."""
-    stages = plan.pipeline * plan.num_chunks if plan.pipeline > 1 else 1
-    if stages == 1:
+    if plan.pipeline == 1:
         return ((0, len(model.blocks)),)
-    return cut_by_cost(model.costs or [1.0] * len(model.blocks), stages)
+    costs = model.costs or [1.0] * len(model.blocks)
+    return pipeline_cuts(costs, stage_owners(plan), plan.num_microbatches)
 
 
 def stage_owners(plan: Plan) -> tuple[int, ...]:
