@@ -65,6 +65,11 @@ class Bucket:
         "the sum over reduced windows; the same memory where there is one window a step"
         self.waiting = 0
         self.handle: Handle | None = None
+        # asked for by every weight in every microbatch, and 10 us to make
+        self._gradients = {slot.offset: self.view(slot, self.gradient) for slot in layout.slots}
+
+    def gradient_of(self, slot: Slot) -> Tensor:
+        return self._gradients[slot.offset]
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         return buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -187,7 +192,7 @@ class Buckets:
         bucket, slot = self._bucket_of[name]
         add = name not in self._empty
         self._empty.discard(name)
-        view = bucket.view(slot, bucket.gradient)
+        view = bucket.gradient_of(slot)
         self._parameters[name].grad = view
         return view, add
 
@@ -197,7 +202,7 @@ class Buckets:
         """
         gradient = parameter.grad
         bucket, slot = self._bucket_of[name]
-        view = bucket.view(slot, bucket.gradient)
+        view = bucket.gradient_of(slot)
         assert gradient is not None
         if gradient.data_ptr() == view.data_ptr():
             return
@@ -212,7 +217,7 @@ class Buckets:
         bucket, slot = self._bucket_of[name]
         if name in self._empty:  # the loss did not reach it
             self._empty.discard(name)
-            bucket.view(slot, bucket.gradient).zero_()
+            bucket.gradient_of(slot).zero_()
         bucket.waiting -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             bucket = self.buckets[self._next]
