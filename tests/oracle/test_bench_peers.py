@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 from reparto.bench.contestants import Workload, batches, fresh
 from reparto.bench.pipeline_peers import ORDERS, TorchPipeline, cut_evenly
-from reparto.bench.tensor_peers import dtensor_model
+from reparto.bench.tensor_peers import computing, dtensor_model, loss_of
 from reparto.config.model import preset
 from reparto.model.loss import cross_entropy_sum
 
@@ -31,9 +31,11 @@ alone = fresh(load)
 cross_entropy_sum(alone(batch.input_ids_BS), batch.labels_BS)[0].backward()
 right = {name: one.grad for name, one in alone.named_parameters()}
 
-if what == "dtensor":
-    model = dtensor_model(load)
-    cross_entropy_sum(model(batch.input_ids_BS), batch.labels_BS)[0].backward()
+if what.startswith("dtensor:"):
+    cut = what.partition(":")[2]
+    model = dtensor_model(load, cut)
+    with computing(cut):
+        loss_of(model(batch.input_ids_BS), batch.labels_BS).backward()
     found = {name: getattr(one.grad, "full_tensor", lambda g=one.grad: g)()
              for name, one in model.named_parameters()}
     assert found.keys() == right.keys()
@@ -52,7 +54,17 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize(
     "what",
-    ["dtensor", "gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v"],
+    [
+        "dtensor:whole",
+        "dtensor:vocab",
+        "dtensor:sequence",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "interleaved-zb",
+        "zb-v",
+        "dualpipe-v",
+    ],
 )
 def test_a_peer_computes_the_gradients_of_one_device(what: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from reparto.bench.measure import Load, Tell, load_of, measure
 from reparto.bench.protocol import AGAIN, ratios
+from reparto.bench.tensor_peers import CUTS
 from reparto.schedule.rules import NAMES
 from reparto.trace import Collective, Kind, Ring
 
@@ -58,11 +59,14 @@ def bench_zero(model: str, rounds: int, tell: Tell) -> dict[str, object]:
 
 
 def bench_tensor(model: str, rounds: int, tell: Tell) -> dict[str, object]:
-    """`tensor=2` against torch's DTensor, both on the same batch."""
+    """`tensor=2` against torch's DTensor on the same batch; `dtensor` is its fastest plan."""
     load = load_of(model, TENSOR_SIZES)
-    seconds = measure(load, "tensor=2", ["ours", "dtensor"], rounds, tell)
+    peers = [f"dtensor:{cut}" for cut in CUTS]
+    seconds = measure(load, "tensor=2", ["ours", *peers], rounds, tell)
     found, aa = ratios(seconds, scale={})
-    return _answer("tensor", load, rounds, found, aa, seconds, {})
+    best = _fastest(seconds, "dtensor:")[0]
+    more = {"dtensor": best.partition(":")[2]}
+    return _answer("tensor", load, rounds, {"dtensor": found[best], **found}, aa, seconds, more)
 
 
 def bench_pipeline(model: str, rounds: int, tell: Tell) -> dict[str, object]:
