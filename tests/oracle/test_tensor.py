@@ -26,7 +26,7 @@ from reparto.comm.mesh import Mesh, fake_mesh
 from reparto.config.plan import Plan
 from reparto.errors import UserError
 from reparto.model.loss import cross_entropy_tokens
-from reparto.parallel import vocab_loss
+from reparto.parallel import tensor, vocab_loss
 from reparto.parallel.tensor import split_naively
 from reparto.partition.grid import Grid
 from reparto.partition.tensors import split_evenly, uncovered
@@ -59,6 +59,16 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_is_one_device(plan: str) -> None:
     assert_bytes(assert_equal_to_one_device(WIDE, plan))
+
+
+@pytest.mark.parametrize("plan", [*PLANS[:8], PLANS[12], PLANS[14]])
+def test_weight_gradients_made_while_a_gradient_travels(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What accelerators do; biases too, whose gradients ride along."""
+    monkeypatch.setattr(tensor, "overlaps", lambda device: True)
+    case = Case(heads=8, kv_heads=4, bias=True)
+    assert_bytes(assert_equal_to_one_device(case, plan))
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=4,sequence_parallel=true"])

@@ -142,7 +142,8 @@ def apply(
     if plan.tensor > 1:
         tensor.apply(
             model, styles=styles, table=held.tensor_held, group=mesh.group("tensor"),
-            sequence_parallel=plan.sequence_parallel, weight_gradients=weight_gradients,
+            sequence_parallel=plan.sequence_parallel, overlap=tensor.overlaps(device),
+            weight_gradients=weight_gradients,
         )  # fmt: skip
     elif not compile_blocks:
         tensor.defer_linears(model, styles, weight_gradients)
