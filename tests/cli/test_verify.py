@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from reparto.cli import verify as verb
 from reparto.comm.collectives import Communicator, Handle
 from reparto.errors import CheckFailed, UserError
+from reparto.schedule.rules import NAMES
 
 PLANS = [
     "data=2",
@@ -51,6 +53,44 @@ def test_plans_hold_in_float32(plan: str) -> None:
 
 def test_real_processes_hold(capsys: pytest.CaptureFixture[str]) -> None:
     _verify("data=2,shard=parameters", transport="processes")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["passed"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["data=2,tensor=2,pipeline=2", "data=2,shard=parameters,tensor=2,pipeline=2",
+     "tensor=2,sequence_parallel=true",
+     *(f"pipeline=2,num_microbatches=4,schedule={name}" for name in NAMES)],
+)  # fmt: skip
+def test_plans_hold_for_the_llama_of_transformers(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="extra `hf` is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "Todo lo que se reparte se puede volver a juntar, y a contar. "
+    (tmp_path / "text.txt").write_text((text * 40 + "\n\n") * 20)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }))  # fmt: skip
+    (tmp_path / "run.toml").write_text(
+        f"""
+[model]
+source = "huggingface"
+config = "{tmp_path / "config.json"}"
+[data]
+source = "text"
+paths = ["{tmp_path / "text.txt"}"]
+tokenizer = "bytes"
+sequence_length = 16
+batch_size = 8
+validation_share = 0.0
+"""
+    )
+    verb.verify(
+        run_file=str(tmp_path / "run.toml"), plan=plan, against="data=1", steps=2,
+        precision="float64", transport="threads", settings=[], json_out=True,
+    )  # fmt: skip
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["passed"]
 
 

@@ -59,7 +59,7 @@ from reparto.partition.grid import Grid
 from reparto.recover.supervise import Supervisor, write_error
 from reparto.recover.worker import leave_with_parent
 from reparto.trace import Ring
-from reparto.train.state import share_decoder
+from reparto.train.state import share_model
 from reparto.train.step import Trainer
 
 PLAN = "data=2,shard=parameters"
@@ -177,7 +177,7 @@ class Subject:
             synchronize=Synchronize(learning_rate=1e-3, warmup_steps=0, clip_norm=1.0),
         )
         self._mesh = mesh
-        self._parallel, chain = share_decoder(
+        self._parallel, chain = share_model(
             run, Decoder(workload.config), workload.config, mesh, {}
         )
         self._trainer: Trainer[Microbatch] = Trainer(

@@ -27,7 +27,7 @@ from reparto.model.loss import cross_entropy_sum
 from reparto.model.transformer import Decoder, build
 from reparto.parallel.data import reduce_naively
 from reparto.trace import Ring
-from reparto.train.state import share_decoder
+from reparto.train.state import share_model
 from reparto.train.step import Trainer
 
 SEED = 1
@@ -89,7 +89,7 @@ def our_trainer(workload: Workload, mesh: Mesh, plan: Plan) -> Trainer[Microbatc
         partition=plan.model_copy(update={"num_microbatches": workload.num_microbatches}),
         synchronize=Synchronize(learning_rate=RATE, warmup_steps=0, clip_norm=CLIP),
     )
-    parallel, chain = share_decoder(run, Decoder(workload.config), workload.config, mesh, {})
+    parallel, chain = share_model(run, Decoder(workload.config), workload.config, mesh, {})
     trainer: Trainer[Microbatch] = Trainer(
         parallel, chain=chain, synchronize=run.synchronize, steps=run.steps
     )

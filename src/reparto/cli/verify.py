@@ -102,6 +102,7 @@ def _question_of(
             tell(f"warning: {warning}", style="yellow")
     return {
         "model": model.model_dump(mode="json"),
+        "source": run.model.source,
         "prepared": prepared,
         "sequence_length": sequence_length,
         "batch_size": batch_size,

@@ -49,6 +49,7 @@ def read_question(folder: Path) -> Question:
         dataset = open_prepared(Path(raw["prepared"])).train_dataset()  # type: ignore[assignment]
     return Question(
         model=model,
+        source=raw["source"],
         dataset=dataset,
         sequence_length=length,
         batch_size=batch,

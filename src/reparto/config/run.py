@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,7 @@ class ModelTable(_Table):
     preset: str = "1m"
     "name of a model of this package: 1m, 10m, 50m, 300m, 1b"
     source: Literal["reparto", "huggingface"] = "reparto"
-    "reparto: our decoder; huggingface: a model built by transformers from `config`"
+    "reparto: our decoder; huggingface: the same sizes as transformers' own Llama (extra `hf`)"
     config: str | None = None
     "path of a Hugging Face config.json; its sizes replace the preset"
     weights: str | None = None
@@ -356,12 +357,19 @@ def _refuse_unbuilt(run: Run) -> None:
             where="[[guard]]",
             nearest="remove the [[guard]] tables",
         )
-    if run.model.source == "huggingface":
+    if run.model.source == "huggingface" and find_spec("transformers") is None:
         raise UserError(
-            "models of transformers are not built yet",
+            "transformers is not installed",
             where="model.source",
-            legal="reparto",
-            nearest="reparto",
+            legal="huggingface with the extra `hf`, or reparto",
+            nearest="pip install 'reparto[hf]'",
+        )
+    if run.model.source == "huggingface" and run.model.dropout:
+        raise UserError(
+            f"dropout={run.model.dropout}, which Hugging Face's Llama does not have",
+            where="model.dropout",
+            legal="0, or model.source=reparto",
+            nearest="model.dropout=0.0",
         )
     if run.compute.compile and run.partition.tensor > 1:
         raise UserError(

@@ -26,7 +26,7 @@ from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply
 from reparto.partition.tensors import Rectangle
 from reparto.train.agree import Agreed
-from reparto.train.state import DTYPES, chain_of
+from reparto.train.state import DTYPES, chain_of, model_of
 from reparto.train.step import Trainer
 
 #: precision -> (loss, gradient, weight), relative
@@ -51,6 +51,8 @@ class Question:
     """What is run under both plans."""
 
     model: ModelConfig
+    source: str = "reparto"
+    "who computes it: `model.source` of a run"
     dataset: MapDataset[TokenSample]
     sequence_length: int
     batch_size: int
@@ -154,11 +156,12 @@ def run_steps(
 
 
 def _build(question: Question, plan: Plan, mesh: Mesh) -> tuple[Parallel, Trainer[Microbatch]]:
-    model = Decoder(question.model)
+    model = model_of(question.source, question.model)
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     dtype = DTYPES[question.precision]
     chain = chain_of(
         model,
+        question.model,
         dtype=dtype,
         sequence_length=question.sequence_length,
         label_smoothing=question.synchronize.label_smoothing,

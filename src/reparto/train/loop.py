@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from reparto.errors import Fault
+from reparto.model.transformer import Decoder
 from reparto.trace import Kind
 from reparto.train.evaluate import Evaluation, evaluate
 from reparto.train.state import TrainState
@@ -80,7 +81,8 @@ def train_loop(
         position = state.loader.position
         with mesh.ring.span(Kind.DATA_WAIT, "loader") as data_wait:
             microbatches = next(state.loader)
-        state.model.set_step(run.seed, step)
+        if isinstance(state.model, Decoder):  # who has dropout
+            state.model.set_step(run.seed, step)
         result = state.trainer.step(
             microbatches, number=step, position=position, stop=asked_to_stop()
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reparto.comm.mesh import Mesh
 from reparto.config.model import ModelConfig, decays, tied_parameters
@@ -38,7 +38,7 @@ class TrainState:
 
     run: Run
     model_config: ModelConfig
-    model: Decoder
+    model: nn.Module
     parallel: Parallel
     trainer: Trainer[Microbatch]
     loader: Loader[TokenSample, Microbatch]
@@ -50,9 +50,9 @@ class TrainState:
 def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> TrainState:
     """Wire a run on this rank. `position` is the samples consumed so far, over all ranks."""
     model_config = run.model.resolved(prepared.vocab_size)
-    model = Decoder(model_config)
+    model = model_of(run.model.source, model_config)
     digests: dict[str, str] = {}
-    parallel, chain = share_decoder(run, model, model_config, mesh, digests)
+    parallel, chain = share_model(run, model, model_config, mesh, digests)
     loader: Loader[TokenSample, Microbatch] = Loader(
         prepared.train_dataset(),
         collate_for(prepared),
@@ -84,10 +84,19 @@ def build(run: Run, prepared: Prepared, mesh: Mesh, *, position: int = 0) -> Tra
     )
 
 
-def share_decoder(
-    run: Run, model: Decoder, config: ModelConfig, mesh: Mesh, digests: dict[str, str]
+def model_of(source: str, config: ModelConfig) -> nn.Module:
+    """Our decoder, or transformers' Llama of the same sizes and names; on the meta device."""
+    if source == "huggingface":
+        from reparto.model.huggingface import llama
+
+        return llama(config)
+    return Decoder(config)
+
+
+def share_model(
+    run: Run, model: nn.Module, config: ModelConfig, mesh: Mesh, digests: dict[str, str]
 ) -> tuple[Parallel, Chain[Microbatch]]:
-    """Apply the run's plan to our decoder, and say how a microbatch runs through it.
+    """Apply the run's plan to a model of `model_of`, and say how a microbatch runs through it.
 
     Rank 0 notes a digest of every tensor that it draws.
     """
@@ -109,6 +118,7 @@ def share_decoder(
     compute = DTYPES[run.compute.precision]
     chain = chain_of(
         model,
+        config,
         dtype=compute,
         sequence_length=run.data.sequence_length,
         label_smoothing=run.synchronize.label_smoothing,
@@ -130,9 +140,27 @@ def share_decoder(
 
 
 def chain_of(
-    model: Decoder, *, dtype: torch.dtype, sequence_length: int, label_smoothing: float
+    model: nn.Module,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    sequence_length: int,
+    label_smoothing: float,
 ) -> Chain[Microbatch]:
-    """Our decoder over the loader's microbatches: packed documents and sample numbers included."""
+    """A model of `model_of` over the loader's microbatches: packed documents and sample numbers
+    included.
+    """
+    if not isinstance(model, Decoder):
+        from reparto.model.huggingface import llama_chain
+
+        return llama_chain(
+            model,
+            config,
+            read=_tokens,
+            dtype=dtype,
+            sequence_length=sequence_length,
+            label_smoothing=label_smoothing,
+        )
     return decoder_chain(
         model,
         read=_tokens,
