@@ -3,8 +3,8 @@
     python docs/pictures/measured.py RUN_DIR ...
 
 For each run, rank 0: the payload of every kind of message in step 2 from trace/rank-0.json against
-`reduction_messages` and `word_messages`, and the bytes of state from the ledger's partition record
-against `state_bytes`. Prints Markdown, which the strategy pages quote. Equal means to the byte.
+what `reparto plan --show` says of the plan, and likewise the bytes of state from the ledger's
+partition record. Prints Markdown, which the strategy pages quote. Equal means to the byte.
 """
 
 from __future__ import annotations
@@ -15,33 +15,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from strategies import blocks_of
-
-from reparto.config.model import ModelConfig, parameter_shapes
+from reparto.config.model import ModelConfig
 from reparto.config.run import Run, read_run
-from reparto.partition.flat import FlatLayout
-from reparto.partition.volume import (
-    reduction_messages,
-    state_bytes,
-    unit_layouts,
-    word_messages,
-)
+from reparto.partition.activations import decoder_flow
+from reparto.partition.show import RankView, decoder_map, view_rank
 
 Key = tuple[str, str]
 
 
-def layouts_of(run: Run, model: ModelConfig) -> tuple[list[FlatLayout], list[bool]]:
-    """The flat layouts of the run's plan, and which are kept from forward to backward."""
-    shapes = parameter_shapes(model)
-    taken: set[str] = set()
-    blocks = []
-    for names in blocks_of(model):
-        blocks.append({name: shapes[name] for name in names if name not in taken})
-        taken.update(names)
-    filled = [block for block in blocks if block]
-    layouts = unit_layouts(filled, plan=run.partition, gradient_bytes=4)
-    last = set(blocks_of(model)[-1])
-    return layouts, [any(slot.name in last for slot in one.slots) for one in layouts]
+def expected_of(run: Run, model: ModelConfig) -> RankView:
+    """What rank 0 holds and sends under the run's plan."""
+    plan, data = run.partition, run.data
+    sequences = -(-data.batch_size // (plan.data * plan.num_microbatches))
+    return view_rank(
+        decoder_map(model, sequence_length=data.sequence_length),
+        plan,
+        0,
+        flow=decoder_flow(model, tokens=sequences * data.sequence_length),
+    )
 
 
 def recorded(run_dir: Path, step: int = 2) -> tuple[Counter[Key], Counter[Key]]:
@@ -74,11 +65,10 @@ def tell(run_dir: Path) -> None:
     manifest = sorted((run_dir / "checkpoints").glob("step-*"))[-1] / "manifest.json"
     shapes = json.loads(manifest.read_text())["tensors"]
     vocabulary = shapes["model.embed_tokens.weight"]["shape"][0]
-    layouts, kept = layouts_of(run, run.model.resolved(vocabulary))
+    view = expected_of(run, run.model.resolved(vocabulary))
     expected: Counter[Key] = Counter()
-    messages = reduction_messages(layouts, plan=run.partition, kept=kept)
-    for one in [*messages, *word_messages(run.partition.world_size)]:
-        expected[one.what, one.operation] += one.total_payload_bytes
+    for what, operation, _, _, _, payload_bytes, _ in view.message_sums():
+        expected[what, operation] += payload_bytes
     times, payload = recorded(run_dir)
     print(f"\n`{run.partition.text}`\n")
     print("| message | times a step | arithmetic, bytes | recorded, bytes | |")
@@ -86,7 +76,7 @@ def tell(run_dir: Path) -> None:
     for key in payload:
         same = "equal" if expected[key] == payload[key] else ""
         print(f"| {' '.join(key)} | {times[key]} | {expected[key]:,} | {payload[key]:,} | {same} |")
-    state, found = state_bytes(layouts, plan=run.partition), held(run_dir)
+    state, found = view.state, held(run_dir)
     print("\n| state | arithmetic, bytes | held, bytes | |")
     print("|---|---|---|---|")
     rows: Sequence[tuple[str, int, str]] = (
