@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -105,3 +106,39 @@ def test_mismatched_rows_look_ordinary_one_sensor_at_a_time() -> None:
     assert by_kind["spike"] > 0.98 and abs(by_kind["mismatch"] - 0.53) < 0.03
     again = detector.Table(6000, odd=0.2, seed=5)
     assert np.array_equal(table.values, again.values)
+
+
+@pytest.mark.slow
+def test_beyond_one_device(tmp_path: Path, cache_home: Path) -> None:
+    """Refused by arithmetic, stopped by the kernel, trained: each with its own plan."""
+    out = run("beyond_one_device/run", "--json", "--steps", "3", cwd=tmp_path)
+    found = json.loads(out.splitlines()[-1])
+    alone, halved, shared = found["rows"]
+    limit_mib = found["limit_gb"] * 1024
+    assert alone["exit_status"] == 2 and alone["state_mib"] > limit_mib
+    assert f"needs {alone['state_mib']:.1f} MiB" in alone["told"]
+    assert halved["exit_status"] == 4 and halved["state_mib"] < limit_mib
+    assert "the memory limit of this worker" in halved["told"]
+    assert shared["exit_status"] == 0 and len(shared["losses"]) == 3
+    assert shared["state_mib"] < alone["state_mib"] / 5 and shared["peak_mib"] < limit_mib
+
+
+@pytest.mark.slow
+def test_two_racks(tmp_path: Path, cache_home: Path) -> None:
+    """Tensor-parallel bytes cross under the naive placement only; nothing is left behind."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "two_racks" / "run.py"), "--json", "--steps", "5"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    if done.returncode == 5:
+        assert "no racks here" in done.stderr
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    good, placed, naive = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert good["tensor_bytes"] == 0 and placed["tensor_bytes"] > 0
+    assert set(good["group_bytes"]) == {"pipeline", "world"}
+    assert good["link_bytes"] < placed["link_bytes"] / 5
+    assert good["link_bytes"] < naive["link_bytes"] / 5
+    assert good["loss"] == pytest.approx(placed["loss"], rel=1e-5)
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert not re.search(r"^rp[ab]\d+", left.stdout, re.MULTILINE)

@@ -19,7 +19,7 @@ from rich.console import Console
 from reparto.cli import rundir
 from reparto.cli.console import console
 from reparto.config.run import Run
-from reparto.errors import Fault
+from reparto.errors import Fault, UserError
 from reparto.partition.legal import check_plan
 from reparto.recover.launcher import Joined
 from reparto.recover.worker import StopRequest, leave_with_parent
@@ -38,6 +38,13 @@ def join(
 
     check_plan(run.partition, world_size=launcher.world_size)
     check_run(run)
+    if run.communicate.placement != "block":
+        raise UserError(
+            f"{launcher.launcher} says which rank runs where, so this would be ignored",
+            where="communicate.placement",
+            legal="block here; cyclic with --nodes",
+            nearest="block",
+        )
     leave_with_parent(os.getppid())
     stop = StopRequest()
     store: Store | None = None

@@ -24,6 +24,7 @@ from reparto.config.model import parameter_shapes, tied_parameters
 from reparto.config.run import Run, read_run
 from reparto.errors import Fault, UserError
 from reparto.partition.built import refuse_unbuilt
+from reparto.partition.ceiling import refuse_above
 from reparto.partition.legal import check_plan
 from reparto.recover.decide import Attempt, decide
 from reparto.recover.detect import Failure, Outcome
@@ -151,7 +152,7 @@ def _print_answer(run: Run, path: Path, result: Mapping[str, object], json_out: 
         return
     body = {"run_dir": str(path), "steps": result["step"]}
     for key in ("loss", "validation_loss", "tokens_per_s", "unigram_entropy", "exposed_comm_s",
-                "stopped_by"):  # fmt: skip
+                "stopped_by", "peak_memory_bytes", "traffic"):  # fmt: skip
         body[key] = result[key]
     body |= {"world_size": run.partition.world_size, "plan": run.partition.text}
     print(json.dumps(body))
@@ -209,6 +210,16 @@ def set_up(
         ),
         *_machine_warnings(run, local_world_size or plan.world_size),
     ]
+    if run.compute.memory_gb:
+        refuse_above(
+            run.compute.memory_bytes,
+            plan,
+            model,
+            batch_size=run.data.batch_size,
+            sequence_length=run.data.sequence_length,
+            compute=run.compute.precision,
+            master=run.compute.master,
+        )
     for warning in warnings:
         out.print(f"warning: {warning}", style="yellow")
 
@@ -297,13 +308,13 @@ def watch(
             "OMP_NUM_THREADS": str(start["threads"]),
             "GLOO_SOCKET_IFNAME": interface,
             "REPARTO_SUPERVISOR": str(os.getpid()),
-            # keep freed memory: a step asks for the same sizes again, and fresh pages are slow
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+            "REPARTO_PLACEMENT": run.communicate.placement,
+            **_allocator(run),
         },
         node=node,
         nodes=nodes,
         store=store,
+        placement=run.communicate.placement,
     )
     asked: list[float] = []
 
@@ -334,6 +345,17 @@ def watch(
         for one, handler in handlers.items():
             signal.signal(one, handler)
     return supervisor.outcome(), len(asked)
+
+
+def _allocator(run: Run) -> Mapping[str, str]:
+    """How a worker's C library deals with freed memory.
+
+    Without a limit it keeps it: a step asks for the same sizes again, and fresh pages are slow.
+    Under a limit what is kept in the wrong sizes is missing elsewhere, so it goes back.
+    """
+    if run.compute.memory_gb:
+        return {"MALLOC_ARENA_MAX": "1"}
+    return {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
 def _newest_step(path: Path) -> int:

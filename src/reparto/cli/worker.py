@@ -18,17 +18,36 @@ from typing import TYPE_CHECKING
 
 from reparto.cli.rundir import write_private
 from reparto.errors import PeerLost, RepartoError, UserError
-from reparto.recover.worker import StopRequest, leave_with_parent
+from reparto.recover.nodes import placed_rank
+from reparto.recover.worker import (
+    StopRequest,
+    leave_with_parent,
+    limit_memory,
+    memory_held,
+    memory_limit,
+    memory_peak,
+)
+from reparto.units import human_bytes
 
 if TYPE_CHECKING:
     from reparto.comm.backend import Store
+
+
+#: how torch, the C++ library and Python's threads say that the kernel gave no memory
+_NO_MEMORY = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
 
 
 def main() -> None:
     """Run as a worker; the exit status is that of the error, if any."""
     run_dir = Path(sys.argv[1])
     control = run_dir / "control"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = placed_rank(
+        int(os.environ["RANK"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
+        placement=os.environ["REPARTO_PLACEMENT"],
+    )
     start = json.loads((control / "start.json").read_text(encoding="utf-8"))
     leave_with_parent(_supervisor(start))
     os.umask(0o077)
@@ -84,7 +103,15 @@ def _words(error: BaseException) -> str:
     if isinstance(error, RepartoError):
         return str(error)
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError) or any(one in text for one in _NO_MEMORY):
+        limit, held = memory_limit(), max(memory_held(), memory_peak())
+        if limit:
+            return (
+                f"the memory limit of this worker ({human_bytes(limit)}, compute.memory_gb) is "
+                f"reached: it held up to {human_bytes(held)} and asked for more "
+                f"({text.splitlines()[0]}); shard more (shard=parameters), cut more (tensor, "
+                "pipeline), use more microbatches (num_microbatches) or recompute=full"
+            )
         return (
             f"out of memory ({text.splitlines()[0]}); shard more (shard=parameters), use more "
             "microbatches (num_microbatches) or recompute=full"
@@ -113,6 +140,7 @@ def work(
     from reparto.trace import Ring, chrome_trace
 
     run = read_run(run_dir / "run.toml")
+    limit_memory(run.compute.memory_bytes)
     control = run_dir / "control"
     torch.set_num_threads(int(str(start["threads"])))
     generation = int((control / "generation").read_text())

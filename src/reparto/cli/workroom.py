@@ -22,11 +22,12 @@ from reparto.checkpoint.snapshot import Piece, Snapshot
 from reparto.cli.evidence import stage_records
 from reparto.cli.rundir import cut_metrics, write_private
 from reparto.comm.mesh import Mesh
+from reparto.comm.traffic import Traffic, over_ranks
 from reparto.config.run import Run
 from reparto.data.prepare import Prepared
 from reparto.evidence.ledger import Ledger, load_key
 from reparto.evidence.provenance import collect
-from reparto.recover.worker import StopRequest
+from reparto.recover.worker import StopRequest, memory_peak
 from reparto.trace import Kind
 from reparto.train.loop import LoopResult, Row, train_loop
 from reparto.train.state import TrainState, build
@@ -290,12 +291,17 @@ class Room:
         result = self._result
         assert result is not None
         self._state.loader.close()
+        mine = [one.as_dict() for one in self._mesh.traffic()]
+        told = self._exchange(
+            json.dumps({"peak_memory_bytes": memory_peak(), "traffic": mine}).encode()
+        )
         if self._mesh.rank == 0:
             for record in stage_records(
                 self._state, result, saves_s=self._saves, first_step=self._first_step
             ):
                 self._sink.event("stage", record.body())
             body = self._summary(result, seconds)
+            body |= _over_ranks(told)
             self._sink.event("end", {"step": result.step, "loss": body["loss"],
                                      "validation_loss": body["validation_loss"]})  # fmt: skip
             write_private(self._run_dir / "control" / "result.json", json.dumps(body))
@@ -324,3 +330,13 @@ class Room:
             "unigram_entropy": self._prepared.unigram_entropy_nats,
             "validation_unigram_entropy": self._prepared.validation_unigram_entropy_nats,
         }
+
+
+def _over_ranks(told: Sequence[bytes]) -> dict[str, object]:
+    """What every rank told at the end, as it stands in the result."""
+    rows = [json.loads(one) for one in told]
+    sent = over_ranks([[Traffic(**row) for row in one["traffic"]] for one in rows])
+    return {
+        "peak_memory_bytes": [int(one["peak_memory_bytes"]) for one in rows],
+        "traffic": [one.as_dict() for one in sent],
+    }

@@ -53,6 +53,8 @@ class Transport(Protocol):
 
     size: int
     index: int
+    link: str
+    "what carries the bytes: `memory` of one host, or `network` (a process group of torch)"
 
     def lowered(self, op: Collective) -> Collective:
         """What really runs when `op` is asked for."""
@@ -149,6 +151,8 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 class TorchTransport:
     """One torch process group."""
+
+    link = "network"
 
     def __init__(self, group: dist.ProcessGroup, *, ranks: Sequence[int], index: int) -> None:
         """`ranks` are global ranks in group order, `index` is this rank's place among them."""

@@ -89,6 +89,8 @@ class Communicator:
         self.ranks = tuple(ranks)
         self.size = transport.size if transport else 1
         self.index = transport.index if transport else 0
+        self.link = transport.link if transport else "none"
+        "what carries this group's bytes: memory, network; none for a group of one"
         self.exposed_ns = 0
         "nanoseconds the host has waited for this group, since the start"
         self._transport = transport

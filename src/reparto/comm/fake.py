@@ -33,6 +33,8 @@ class Table:
 class FakeTransport:
     """One member of a `Table`."""
 
+    link = "memory"
+
     def __init__(self, table: Table, index: int) -> None:
         self._table, self.index, self.size = table, index, len(table.slots)
 

@@ -24,6 +24,7 @@ from reparto.comm.backend import Store, TorchTransport, Transport, start_process
 from reparto.comm.collectives import Check, Communicator
 from reparto.comm.fake import FakeWorld
 from reparto.comm.shared import Host
+from reparto.comm.traffic import Traffic, traffic
 from reparto.errors import Fault, PeerLost
 from reparto.partition.grid import Grid
 from reparto.trace import Ring
@@ -67,6 +68,11 @@ class Mesh:
     @property
     def world(self) -> Communicator:
         return self._communicators["world"]
+
+    def traffic(self) -> list[Traffic]:
+        """What this rank's groups sent in a step, from its record."""
+        groups = {one.ident: (one.name, one.link) for one in self._communicators.values()}
+        return traffic(self.ring.records(), groups)
 
     @property
     def exposed_s(self) -> float:

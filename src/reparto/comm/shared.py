@@ -179,6 +179,8 @@ class _Registered:
 class SharedTransport:
     """One group of processes on one host. Made by `Host.transport`."""
 
+    link = "memory"
+
     def __init__(
         self,
         ranks: Sequence[int],

@@ -143,6 +143,13 @@ class Compute(_Table):
     "compile every block with torch.compile: half a minute on a processor before the first step"
     threads: int = Field(0, ge=0)
     "threads of one worker; 0: cores of this host divided by its workers"
+    memory_gb: float = Field(0.0, ge=0, lt=1e6, strict=False)
+    "most GiB of private memory of one worker process, enforced by the kernel; 0: no limit"
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory_gb` in bytes; 0: no limit."""
+        return round(self.memory_gb * (1 << 30))
 
     @property
     def master(self) -> str:
@@ -155,6 +162,9 @@ class Communicate(_Table):
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     "auto: nccl where there are enough GPUs, else this host's memory, and gloo between hosts"
+    placement: Literal["block", "cyclic"] = "block"
+    "block: a host has consecutive ranks, so the fastest axes (tensor, context) stay within it; "
+    "cyclic: ranks are dealt out host by host, which puts them across the hosts"
     timeout_s: float = Field(60.0, gt=0, strict=False)
     "seconds after which a collective that a rank has not joined is a fault"
     check: Literal["step", "collective"] = "step"
@@ -392,7 +402,7 @@ _FREE = (
     "owner",
     "tensorboard",
 )
-_FREE_KEYS = ("compute.threads", "compute.compile", "data.loader_workers")
+_FREE_KEYS = ("compute.threads", "compute.compile", "compute.memory_gb", "data.loader_workers")
 
 
 def resume_changes(old: Run, new: Run) -> list[tuple[str, object, object]]:

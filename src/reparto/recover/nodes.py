@@ -58,6 +58,17 @@ class Nodes:
         return cls(count=nodes, rank=node_rank, host=host, port=int(port))
 
 
+def placed_rank(seat: int, *, local_world_size: int, nodes: int, placement: str) -> int:
+    """The rank of a worker, by its seat (node x workers of a node + place on the node).
+
+    block: the seat itself; cyclic: place on the node x nodes + node.
+    """
+    if placement == "block":
+        return seat
+    node, place = divmod(seat, local_world_size)
+    return place * nodes + node
+
+
 def resolve(nodes: Nodes) -> str:
     """The address of HOST. Raises `UserError` if the name is not known here."""
     try:

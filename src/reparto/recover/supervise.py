@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reparto.recover.detect import Outcome, describe
+from reparto.recover.nodes import placed_rank
 from reparto.trace import read_ring
 
 #: seconds a worker has after SIGTERM when the others have failed; then SIGKILL
@@ -102,14 +103,16 @@ class Supervisor:
         node: int = 0,
         nodes: int = 1,
         store: object = None,
+        placement: str = "block",
     ) -> None:
         """`arguments` follow the Python executable; `environment` is added to this process's.
 
         world_size  workers of the whole run, over all hosts
         node        this host's number of `nodes`, which share `store`
+        placement   how ranks are dealt out to hosts (`nodes.placed_rank`)
         """
         self._control = run_dir / "control"
-        self._world_size = world_size
+        self._world_size, self._nodes, self._placement = world_size, nodes, placement
         _quiet()
         os.environ.update(environment)  # the agent hands its own environment on
         os.environ.pop("TORCHELASTIC_HEALTH_CHECK_PORT", None)  # or the agent would listen
@@ -191,7 +194,15 @@ class Supervisor:
         assert self._result is not None
         if not self._result.is_failed():
             return Outcome(failures=())
-        exits = {rank: one.exitcode for rank, one in self._result.failures.items()}
+        exits = {  # the agent counts seats
+            placed_rank(
+                seat,
+                local_world_size=self._world_size // self._nodes,
+                nodes=self._nodes,
+                placement=self._placement,
+            ): one.exitcode
+            for seat, one in self._result.failures.items()
+        }
         errors = {}
         for rank in range(self._world_size):
             path = self._control / f"error-{rank}.json"

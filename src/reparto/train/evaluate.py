@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reparto.config.run import Run
 from reparto.data.loader import Microbatch, collate_for, evaluation_batches
 from reparto.trace import Kind
 from reparto.train.state import TrainState
@@ -46,7 +47,7 @@ def evaluate(state: TrainState) -> Evaluation:
     batches = evaluation_batches(
         dataset,
         collate_for(state.prepared),
-        microbatch_size=max(1, _TOKENS_AT_ONCE // run.data.sequence_length),
+        microbatch_size=_samples_at_once(run),
         data_degree=run.partition.data,
         data_rank=mesh.grid.batch_index(mesh.rank),
     )
@@ -70,6 +71,15 @@ def evaluate(state: TrainState) -> Evaluation:
             if count
         },
     )
+
+
+def _samples_at_once(run: Run) -> int:
+    """Under a memory limit no more than a training microbatch, which is known to fit."""
+    samples = max(1, _TOKENS_AT_ONCE // run.data.sequence_length)
+    if run.compute.memory_gb:
+        plan = run.partition
+        samples = min(samples, max(1, run.data.batch_size // plan.data // plan.num_microbatches))
+    return samples
 
 
 def _add(state: TrainState, microbatch: Microbatch, sums: torch.Tensor) -> None:

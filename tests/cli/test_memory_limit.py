@@ -1,0 +1,48 @@
+"""`compute.memory_gb`: refused by arithmetic before the start, enforced by the kernel after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.runs import RUN, answer, reparto
+
+
+def _run_file(folder: Path) -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN + "max_restarts = 0\n\n[compute]\nthreads = 1\n")
+    return path
+
+
+def test_more_state_than_a_worker_may_have_is_refused_before_it_starts(tmp_path: Path) -> None:
+    done = reparto(
+        "train", str(_run_file(tmp_path)), "--plan", "data=1", "--run-dir", str(tmp_path / "run"),
+        "--set", "model.hidden_size=256", "--set", "compute.memory_gb=0.002", cache=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "MiB a worker for weights, gradients and optimizer" in done.stderr
+    assert "may have 2.0 MiB" in done.stderr and "nearest: --plan " in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_the_kernel_holds_a_worker_to_the_limit(tmp_path: Path) -> None:
+    """The state of the tiny model fits in 64 MiB, torch and python around it do not."""
+    done = reparto(
+        "train", str(_run_file(tmp_path)), "--run-dir", str(tmp_path / "run"),
+        "--set", "compute.memory_gb=0.0625", cache=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert "the memory limit of this worker (64.0 MiB, compute.memory_gb) is reached" in done.stderr
+
+
+def test_within_the_limit_every_worker_tells_its_peak(tmp_path: Path) -> None:
+    done = reparto(
+        "train", str(_run_file(tmp_path)), "--run-dir", str(tmp_path / "run"), "--steps", "2",
+        "--set", "compute.memory_gb=1", "--json", cache=tmp_path,
+    )  # fmt: skip
+    found = answer(done)
+    peaks = found["peak_memory_bytes"]
+    assert isinstance(peaks, list) and len(peaks) == 2
+    assert all(20 << 20 < peak < 1 << 30 for peak in peaks)
+    sent = found["traffic"]
+    assert isinstance(sent, list)
+    assert {row["link"] for row in sent} == {"memory"}  # one host
