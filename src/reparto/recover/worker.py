@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from reparto.errors import UserError
+from reparto.units import human_bytes
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +50,15 @@ def limit_memory(num_bytes: int) -> None:
             where="compute.memory_gb",
             legal="0",
             nearest="0",
+        )
+    held = memory_held()
+    if held >= num_bytes:
+        raise UserError(
+            f"python and torch alone take {human_bytes(held)} of a worker, which may have "
+            f"{human_bytes(num_bytes)}",
+            where="compute.memory_gb",
+            legal=f"more than {held / (1 << 30):.2f} GiB, and the training on top",
+            nearest=f"{2 * held / (1 << 30):.1f}",
         )
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
