@@ -323,8 +323,8 @@ def test_a_value_has_no_keys(tmp_path: Path) -> None:
 
 #: what a resume may change without being asked: where, how wide, how often; never what is computed
 FREE_TABLES = {"partition", "communicate", "recover", "guard", "objective"}
-FREE_KEYS = {"name", "owner", "tensorboard", "compute.threads", "compute.compile", "compute.memory_gb",
-             "data.loader_workers"}  # fmt: skip
+FREE_KEYS = {"name", "owner", "tensorboard", "compute.threads", "compute.compile",
+             "compute.memory_gb", "data.loader_workers"}  # fmt: skip
 
 
 def flattened(run: Run) -> dict[str, object]:
