@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reparto.bench.schedules import costs_of, expected_actions, of_spans
+from reparto.bench.schedules import costs_of, expected_actions, latency_of, of_spans
 from reparto.bench.synthetic import Naps, spans_of_sleep
 from reparto.comm.fake import FakeWorld, run_threads
 from reparto.comm.mesh import fake_mesh
@@ -53,3 +53,14 @@ def test_step_and_bubble_of_measured_spans() -> None:
     schedule = schedule_of(Plan.parse("pipeline=2,num_microbatches=1,schedule=1f1b"))
     costs = costs_of(schedule, [[first, second]])
     assert costs == {"forward_s": [1.0, 0.5], "backward_s": [2.0, 0.5], "weight_s": [0.0, 0.0]}
+
+
+def test_a_message_takes_as_long_as_an_idle_rank_waits_for_it() -> None:
+    schedule = schedule_of(Plan.parse("pipeline=2,num_microbatches=2,schedule=gpipe"))
+    first = {"actions": ["0F0", "0F1", "0B0", "0B1"], "starts_s": [1.0, 2.0, 6.25, 8.0],
+             "ends_s": [2.0, 3.0, 7.0, 9.0]}  # fmt: skip
+    # 1F1 starts 0.5 s after 0F1 has ended, and its rank was free; 1F0 has nothing before it
+    second = {"actions": ["1F0", "1F1", "1B0", "1B1"], "starts_s": [2.25, 3.5, 5.0, 6.0],
+              "ends_s": [2.5, 5.0, 6.0, 7.5]}  # fmt: skip
+    # 0B0 waits 0.25 s for 1B0, 0B1 0.5 s for 1B1, with rank 0 free before both
+    assert latency_of(schedule, [[first, second]]) == 0.5
