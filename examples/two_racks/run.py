@@ -11,7 +11,7 @@ What crossed is read twice: from the recorder of the workers (payload of the gro
 members in both racks) and from the kernel's counter of the link (bytes on it, headers included).
 
 Exit status: 0 done; 3 a tensor-parallel byte crossed the link under the good placement; 5 no racks
-can be made here (it takes root and iproute2); 4 a training failed.
+can be made here (it takes root and iproute2); 4 a training failed; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -161,4 +161,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # the racks are gone by now
+        sys.exit(128 + signal.SIGINT)
