@@ -19,6 +19,7 @@ def model(*, layers: int = 8, heads: int = 8, kv_heads: int = 4) -> ModelConfig:
         vocab_size=512,
         hidden_size=16 * heads,
         intermediate_size=64,
+        num_experts=72,  # which every expert degree here divides
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

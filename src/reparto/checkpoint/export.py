@@ -78,6 +78,7 @@ def export(
     end_of_text: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    names: Mapping[str, str] | None = None,
 ) -> Exported:
     """Write the weights as a Hugging Face folder, whole or not at all.
 
@@ -87,6 +88,7 @@ def export(
     end_of_text     the token that ends a text, for the tokenizer's own config
     dtype           element type to write; None keeps the stored one
     shard_bytes     more bytes than this are cut into several files and an index
+    names           our name -> the one to write (`config.huggingface.hub_names`); None keeps ours
     """
     if os.path.lexists(folder):
         raise UserError("is there already", where=str(folder), nearest="choose a new folder")
@@ -98,12 +100,13 @@ def export(
             nearest=nearest_word(dtype, DTYPE_BYTES),
         )
     types = {name: dtype or checkpoint.manifest.tensors[name].dtype for name in checkpoint.weights}
-    shards = _cut_into_files(checkpoint.weights, types, shard_bytes)
+    written = {name: (names or {}).get(name, name) for name in checkpoint.weights}
+    shards = _cut_into_files(checkpoint.weights, types, shard_bytes, written)
     unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
     make_private_folder(unfinished)
     try:
         for name, blocks in shards.items():
-            write_file(unfinished / name, _tensors(checkpoint, blocks))
+            write_file(unfinished / name, _tensors(checkpoint, blocks, written))
         total = sum(block.num_bytes for blocks in shards.values() for block in blocks)
         if len(shards) > 1:
             where = {block.key: name for name, blocks in shards.items() for block in blocks}
@@ -133,7 +136,10 @@ def export(
 
 
 def _cut_into_files(
-    shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], shard_bytes: int
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Mapping[str, str],
+    shard_bytes: int,
+    written: Mapping[str, str],
 ) -> dict[str, list[Block]]:
     """File name -> blocks, in the checkpoint's order; a tensor is never cut."""
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
@@ -143,7 +149,7 @@ def _cut_into_files(
         if groups[-1] and filled + size > shard_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append((name, types[name], shape))
+        groups[-1].append((written[name], types[name], shape))
         filled += size
     if len(groups) == 1:
         return {_WHOLE: lay_out(groups[0])}
@@ -153,10 +159,13 @@ def _cut_into_files(
     }
 
 
-def _tensors(checkpoint: Checkpoint, blocks: list[Block]) -> Iterator[memoryview | bytes]:
+def _tensors(
+    checkpoint: Checkpoint, blocks: list[Block], written: Mapping[str, str]
+) -> Iterator[memoryview | bytes]:
+    ours = {theirs: name for name, theirs in written.items()}
     yield header_bytes(blocks, {"format": "pt"})
     for block in blocks:
-        yield element_bytes(checkpoint.read(block.key, dtype=getattr(torch, block.dtype)))
+        yield element_bytes(checkpoint.read(ours[block.key], dtype=getattr(torch, block.dtype)))
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
@@ -173,20 +182,27 @@ class HuggingFaceFolder:
     hold: links, a wrong header, an index that points to what is not there.
     """
 
-    def __init__(self, path: Path) -> None:
-        """path is a folder with `model.safetensors`, or with shards and their index."""
+    def __init__(self, path: Path, *, names: Mapping[str, str] | None = None) -> None:
+        """path is a folder with `model.safetensors`, or with shards and their index.
+
+        names  our name -> the folder's (`config.huggingface.hub_names`), where they differ; its
+               tensors go by our names from then on
+        """
+        ours = {theirs: name for name, theirs in (names or {}).items()}
+        self._stored: dict[str, str] = {}
         if not path.is_dir():
             raise UserError("is no folder", where=str(path))
         self.path = path
         self._file_of: dict[str, str] = {}
         self._headers: dict[str, Header] = {}
-        names = self._shards()
-        for name in sorted(names):
+        for name in sorted(self._shards()):
             header = self._headers[name] = self._read_header(name)
-            for key in header.blocks:
+            for stored in header.blocks:
+                key = ours.get(stored, stored)
                 if key in self._file_of:
                     raise Damaged(path, f"{key[:120]} is in {self._file_of[key]} and in {name}")
                 self._file_of[key] = name
+                self._stored[key] = stored
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -219,7 +235,7 @@ class HuggingFaceFolder:
         return out.to(getattr(torch, dtype))
 
     def _block(self, name: str) -> Block:
-        return self._headers[self._file_of[name]].blocks[name]
+        return self._headers[self._file_of[name]].blocks[self._stored[name]]
 
     def _shards(self) -> set[str]:
         if os.path.lexists(self.path / INDEX):

@@ -65,6 +65,22 @@ class Checkpoint:
             if entry.alias_of is None and not layout.is_moment(name)
         }
 
+    def load_of_experts(self) -> dict[str, list[list[int]]]:
+        """`counts` and `bias_steps` of routers, by layer and expert, as `parallel/expert.py` keeps
+        them. Raises `UserError` if the checkpoint has none or holds anything else.
+        """
+        found = self.manifest.state.get("experts")
+        names = ("counts", "bias_steps")
+        if isinstance(found, dict) and found.keys() == set(names):
+            rows = {name: _integers(found[name]) for name in names}
+            if all(rows.values()):
+                return {name: list(rows[name] or ()) for name in names}
+        raise UserError(
+            "keeps no load of experts, and this model has experts",
+            where=str(self.path),
+            legal="a checkpoint of the same model",
+        )
+
     def check_against(
         self,
         shapes: Mapping[str, tuple[int, ...]],
@@ -286,3 +302,17 @@ def open_checkpoint(path: Path, key: bytes | None) -> Checkpoint:
         raise Damaged(path, f"is named after step {named.step}, its manifest is of step "
                       f"{manifest.step}")  # fmt: skip
     return Checkpoint(path, raw, manifest, signed=key is not None)
+
+
+def _integers(value: JsonValue) -> list[list[int]] | None:
+    """A list of lists of integers; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    rows: list[list[int]] = []
+    for row in value:
+        if not isinstance(row, list):
+            return None
+        rows.append([one for one in row if isinstance(one, int) and not isinstance(one, bool)])
+        if len(rows[-1]) != len(row):
+            return None
+    return rows

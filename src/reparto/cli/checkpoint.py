@@ -136,15 +136,17 @@ def export(path: str, to: str, *, step: int | None, dtype: str | None, json_out:
     """A Hugging Face folder: config.json, safetensors, tokenizer."""
     from reparto.checkpoint.export import export as write
     from reparto.checkpoint.load import open_checkpoint
-    from reparto.config.huggingface import to_hf_config
+    from reparto.config.huggingface import hub_names, to_hf_config
 
     folder, run = _run_of(Path(path))
     checkpoint = open_checkpoint(_one(Path(path), step), _key(Path(path)))
     tokenizer = folder / "tokenizer.json"
+    model = run.model.resolved(_vocab_size(folder))
     done = write(
         checkpoint,
         Path(to),
-        config=to_hf_config(run.model.resolved(_vocab_size(folder))),
+        config=to_hf_config(model),
+        names=hub_names(model, checkpoint.weights),
         tokenizer_json=tokenizer.read_text(encoding="utf-8") if tokenizer.exists() else None,
         dtype=dtype,
     )
@@ -161,17 +163,21 @@ def export(path: str, to: str, *, step: int | None, dtype: str | None, json_out:
 def import_(source: str, run_dir: str, *, settings: Sequence[str], json_out: bool) -> None:
     """A new run folder whose step 0 are the weights of a Hugging Face folder."""
     from reparto.checkpoint.export import HuggingFaceFolder, import_huggingface
+    from reparto.config.huggingface import hub_names
     from reparto.config.model import parameter_shapes, tied_parameters
     from reparto.evidence.ledger import load_key
 
-    folder, path = HuggingFaceFolder(Path(source)), Path(run_dir)
-    tokenizer = folder.path / "tokenizer.json"
-    given = [f'model.config="{(folder.path / "config.json").absolute()}"', *settings]
+    path = Path(run_dir)
+    if not Path(source).is_dir():
+        raise UserError("is no folder", where=source)
+    tokenizer = Path(source) / "tokenizer.json"
+    given = [f'model.config="{(Path(source) / "config.json").absolute()}"', *settings]
     if tokenizer.is_file() and not any(one.startswith("data.tokenizer") for one in settings):
         given.append(f'data.tokenizer="{tokenizer.absolute()}"')
     run = read_run(None, settings=given)
     run = run.model_copy(update={"owner": run.owner or getpass.getuser()}).resolved()
     model = run.model.resolved(1)
+    folder = HuggingFaceFolder(Path(source), names=hub_names(model, parameter_shapes(model)))
     rundir.create(path, run)
     try:
         made = import_huggingface(

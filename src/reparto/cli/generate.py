@@ -43,6 +43,7 @@ def generate(
     from reparto.evidence.ledger import load_key
     from reparto.model.generate import Sampling
     from reparto.model.generate import generate as tokens_after
+    from reparto.model.moe import set_bias
     from reparto.model.transformer import Decoder
     from reparto.parallel.flat import put_parameters
 
@@ -60,6 +61,8 @@ def generate(
     tokenizer = open_tokenizer(path / "tokenizer.json")
     model = Decoder(run.model.resolved(tokenizer.vocab_size))
     put_parameters(model, lambda name, old: checkpoint.read(name, dtype=torch.float32))
+    if model.config.num_experts and checkpoint.manifest.step:  # an import has no load yet
+        set_bias(model, checkpoint.load_of_experts()["bias_steps"])
     prompt = tokenizer.encode(text) or [tokenizer.eod_id]
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     made: list[int] = []

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from reparto.cli import rundir
 from reparto.cli.console import Watcher, console, cost_lines, telling
+from reparto.config.huggingface import hub_names
 from reparto.config.model import parameter_shapes, tied_parameters
 from reparto.config.run import Run, read_run
 from reparto.errors import Fault, UserError
@@ -199,7 +200,11 @@ def set_up(
     if run.model.weights is not None and not resume:
         from reparto.model.weights import open_weights
 
-        open_weights(Path(run.model.weights), parameter_shapes(model), tied=tied_parameters(model))
+        shapes = parameter_shapes(model)
+        open_weights(
+            Path(run.model.weights), shapes,
+            tied=tied_parameters(model), names=hub_names(model, shapes),
+        )  # fmt: skip
     warnings = [
         *prepared.warnings,
         *check_plan(

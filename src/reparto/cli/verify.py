@@ -58,7 +58,7 @@ def verify(
         "grad_rel": found["grad_rel"],
         "weight_rel": found["weight_rel"],
         "bitwise": found["bitwise"],
-        "route_flips": 0,
+        "route_flips": found["route_flips"],
         "first_departure": first,
     }
     out.print(
@@ -66,6 +66,7 @@ def verify(
         f"{steps} steps in {precision}: loss {found['loss_rel']:.1e}, gradients "
         f"{found['grad_rel']:.1e}, weights {found['weight_rel']:.1e} relative"
         + (", bitwise equal" if found["bitwise"] else "")
+        + (f"; {found['route_flips']} route flips" if found["route_flips"] else "")
     )
     if json_out:
         print(json.dumps(body))

@@ -27,9 +27,11 @@ from reparto.data.prepare import open_prepared
 from reparto.partition.grid import Grid
 from reparto.trace import Ring
 from reparto.train.compare import Question, StepRecord, SyntheticText, run_steps
+from reparto.train.routes import Routes
 
 #: seconds a collective may take in `verify`
 _TIMEOUT_S = 120.0
+_ROUTES = ("numbers_T", "experts_TK", "margins_T")
 _PARTS = ("gradients", "weights", "exp_avg", "exp_avg_sq")
 
 
@@ -86,6 +88,7 @@ def run_rank(folder: Path, plan: Plan, role: str, mesh: Mesh) -> None:
             "grad_rel": found.grad_rel,
             "weight_rel": found.weight_rel,
             "bitwise": found.bitwise,
+            "route_flips": found.route_flips,
             "first_departure": found.first,
         }
         (folder / "result.json").write_text(json.dumps(body))
@@ -96,6 +99,9 @@ def _write(folder: Path, step: int, record: StepRecord) -> None:
     for part in _PARTS:
         for name, tensor in getattr(record, part).items():
             tensors[f"{part}/{name}"] = tensor.contiguous()
+    for layer, routes in record.routes.items():
+        for what in _ROUTES:
+            tensors[f"routes/{layer}/{what}"] = getattr(routes, what).contiguous()
     save_file(tensors, str(folder / f"step-{step}.safetensors"))
 
 
@@ -103,10 +109,13 @@ def _read(folder: Path, step: int) -> StepRecord:
     tensors = load_file(str(folder / f"step-{step}.safetensors"))
     parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():
-        part, slash, name = key.partition("/")
-        if slash:
+        part, _, name = key.partition("/")
+        if part in parts:
             parts[part][name] = tensor
-    return StepRecord(loss=float(tensors["loss"]), **parts)
+    layers = sorted(int(key.split("/")[1]) for key in tensors if key.endswith("/numbers_T"))
+    routes = {layer: Routes(**{what: tensors[f"routes/{layer}/{what}"] for what in _ROUTES})
+              for layer in layers}  # fmt: skip
+    return StepRecord(loss=float(tensors["loss"]), routes=routes, **parts)
 
 
 def run_here(folder: Path, plan: Plan, role: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
+
 from reparto.checkpoint.background import BackgroundSaver
 from reparto.checkpoint.layout import Parent, moment_name, run_name
 from reparto.checkpoint.load import Checkpoint, find_latest
@@ -34,6 +36,14 @@ from reparto.train.state import TrainState, build
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+def _load_state(state: TrainState) -> dict[str, JsonValue]:
+    balance = state.parallel.balance
+    if not balance:
+        return {}
+    return {"experts": {name: [list(row) for row in rows]
+                        for name, rows in balance.state().items()}}  # fmt: skip
 
 
 class FileSink:
@@ -195,6 +205,8 @@ class Room:
                 updates,
             )
         parallel.strategy.publish()
+        if parallel.balance and checkpoint.manifest.step:  # an imported step 0 has no load
+            parallel.balance.load_state(checkpoint.load_of_experts())
         state.trainer.updates = updates
         self._first_step = checkpoint.manifest.step + 1
         self._parent = checkpoint.parent
@@ -257,6 +269,7 @@ class Room:
             state={
                 "position": state.loader.position,
                 "updates": state.trainer.updates,
+                **_load_state(state),
                 "ledger": {"count": self._ledger.count, "head": self._ledger.head}
                 if self._ledger
                 else None,

@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from reparto.config.data import DataConfig
+from reparto.config.expert_fields import ExpertFields
 from reparto.config.huggingface import from_hf_config
 from reparto.config.model import PRESETS, ModelConfig, Scalar, model_config_of, preset
 from reparto.config.plan import Plan
@@ -38,11 +39,11 @@ class Objective(_Table):
     "the run reached its objective if the metric is at most this; unset: nothing is judged"
 
 
-class ModelTable(_Table):
+class ModelTable(ExpertFields):
     """Which model. A preset, or sizes of your own; any size given here replaces the preset's."""
 
     preset: str = "1m"
-    "name of a model of this package: 1m, 10m, 50m, 300m, 1b"
+    "name of a model of this package: 1m, 10m, 50m, 300m, 1b, moe-tiny, moe-10m"
     source: Literal["reparto", "huggingface"] = "reparto"
     "reparto: our decoder; huggingface: the same sizes as transformers' own Llama (extra `hf`)"
     config: str | None = None
@@ -69,6 +70,8 @@ class ModelTable(_Table):
     "whether the head is the embedding table"
     dropout: float | None = Field(None, ge=0, lt=1, strict=False)
     "share of elements dropped from what each half-layer adds"
+    qk_norm: bool | None = None
+    "whether queries and keys are normed head by head"
 
     @field_validator("preset")
     @classmethod
@@ -117,6 +120,12 @@ class ModelTable(_Table):
                 nearest=str(vocab_size),
             )
         return found
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts, as far as can be known without a tokenizer."""
+        chosen = self.num_experts
+        return bool(self._base().num_experts if chosen is None else chosen)
 
     def _base(self) -> ModelConfig:
         if self.config is None:
@@ -387,6 +396,14 @@ def _refuse_unbuilt(run: Run) -> None:
             "not built yet",
             where="compute.compile",
             legal="false, or partition.tensor = 1",
+            nearest="false",
+        )
+    if run.compute.compile and run.model.has_experts:
+        raise UserError(
+            "the number of tokens of an expert differs in every step, for which compiled blocks "
+            "would be compiled again and again",
+            where="compute.compile",
+            legal="false with a model that has experts",
             nearest="false",
         )
 

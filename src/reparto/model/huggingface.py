@@ -54,6 +54,14 @@ def llama(config: ModelConfig) -> nn.Module:
             legal="0",
             nearest="model.dropout=0.0",
         )
+    for field in ("num_experts", "qk_norm"):
+        if getattr(config, field):
+            raise UserError(
+                f"{field} = {getattr(config, field)}, which Hugging Face's Llama does not have",
+                where=f"model.{field}",
+                legal="0" if field == "num_experts" else "false",
+                nearest="model.source=reparto",
+            )
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -25,7 +25,8 @@ Note: what counts
     Load and both router losses are sums over tokens that count in the loss, divided by their number
     at the update with everything else. Padding of an uneven batch is routed and not counted, so
     the number of microbatches and ranks changes nothing. A capacity is one of a sequence, for the
-    same reason: what one sequence loses does not depend on its neighbours in the batch.
+    same reason: what one sequence loses does not depend on its neighbours in the batch. It is one
+    of training; evaluation drops nothing.
 
     B batch   S sequence   D hidden   N tokens of a microbatch, B S   E experts   K of them a token
     M rows that go to experts, N K less what was dropped
@@ -33,7 +34,7 @@ Note: what counts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class Seen:
     """What a router has seen in backward since it was last emptied."""
 
     counts_E: Tensor
-    "tokens by expert, int64"
+    "choices of each expert, int64"
     scores_E: Tensor
     "sum of scores by expert, float64"
     squares: Tensor
@@ -114,7 +115,7 @@ class Router(nn.Linear):
         weights_NK = weights_NK * config.routed_scaling_factor
         if torch.is_grad_enabled() and weights_NK.requires_grad:
             weights_NK = self._watched(weights_NK, experts_NK, wide_NE, scores_NE, context)
-        if config.capacity_factor:
+        if config.capacity_factor and self.training:
             experts_NK = self._within_capacity(experts_NK, sequences=x_BSD.shape[0])
         return experts_NK, weights_NK.to(x_BSD.dtype)
 
@@ -151,7 +152,8 @@ class Router(nn.Linear):
         numbers_BS = context.token_numbers_BS
         routes: tuple[Tensor, Tensor, Tensor] | None = None
         if self.seen.routes is not None and numbers_BS is not None:
-            routes = (numbers_BS.flatten(), experts_NK, self._margin(scores_NE.detach()))
+            every = (numbers_BS.flatten(), experts_NK, self._margin(scores_NE.detach()))
+            routes = every if counted_N is None else tuple(one[counted_N] for one in every)  # type: ignore[assignment]
 
         def note() -> None:
             seen = self.seen
@@ -186,6 +188,15 @@ class Router(nn.Linear):
         place_BX = taken_BXE.gather(-1, by_turn_BX[..., None]).squeeze(-1)
         kept_BX = torch.where(place_BX <= most, by_turn_BX, experts)
         return kept_BX.view(sequences, chosen, length).transpose(1, 2).reshape(-1, chosen)
+
+
+def set_bias(model: nn.Module, bias_steps: Sequence[Sequence[int]]) -> None:
+    """Give every router, in model order, the bias that a checkpoint keeps of it: how often it went
+    up less how often it went down.
+    """
+    routers = [one for one in model.modules() if isinstance(one, Router)]
+    for router, steps in zip(routers, bias_steps, strict=True):
+        router.bias_E = torch.tensor(steps, dtype=torch.float64) * router.config.router_bias_rate
 
 
 def capacity(config: ModelConfig, sequence_length: int) -> int:

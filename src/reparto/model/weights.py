@@ -26,16 +26,22 @@ class WeightFolder:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, of the stored type."""
-        stored = name if name in self._files else self._aliases[name]
+        stored = self._aliases.get(name, name)
         with safe_open(str(self._files[stored]), framework="pt") as file:
             found: Tensor = file.get_tensor(stored)
         return found
 
 
 def open_weights(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    tied: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
 ) -> WeightFolder:
     """The weights in `folder` for a model of `shapes`; `tied` is alias -> name.
+
+    names  our name -> the folder's, where they differ (`config.huggingface.hub_names`)
 
     Raises `UserError` listing every missing, unused and wrong-shape tensor.
     """
@@ -49,14 +55,16 @@ def open_weights(
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} is not safetensors: {error}", where="model.weights") from error
     stored_as = {name: alias for alias, name in tied.items() if name not in found}
+    stored_as |= {ours: theirs for ours, theirs in (names or {}).items() if theirs != ours}
     missing, wrong = [], []
     for name, shape in shapes.items():
-        stored = name if name in found else stored_as.get(name, name)
+        stored = stored_as.get(name, name)
         if stored not in found:
             missing.append(name)
         elif found[stored][1] != shape:
             wrong.append(f"{name} is {list(found[stored][1])}, the model needs {list(shape)}")
-    unused = [name for name in found if name not in shapes and name not in tied]
+    known = {*shapes, *tied, *stored_as.values()}
+    unused = [name for name in found if name not in known]
     if missing or wrong or unused:
         lists = (("missing", missing), ("wrong shape", wrong), ("unused", unused))
         told = [f"{what} ({len(names)}): {', '.join(names)}" for what, names in lists if names]

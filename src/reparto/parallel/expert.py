@@ -205,22 +205,23 @@ class Balance:
             total = int(counts_E.sum())
             if total:
                 router.share_E = counts_E.double() / total
-            router.bias_E = steps_E.double() * router.config.router_bias_rate
+            router.bias_E = steps_E.double() * router.config.router_bias_rate  # as `set_bias`
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, list[list[int]]]:
         """What a checkpoint keeps: integers, the same under every plan."""
         return {"counts": self._counts_LE.tolist(), "bias_steps": self._steps_LE.tolist()}
 
-    def load_state(
-        self, counts: Sequence[Sequence[int]], bias_steps: Sequence[Sequence[int]]
-    ) -> None:
-        """The inverse. Raises `ValueError` for another number of layers or experts."""
-        found = torch.tensor(counts, dtype=torch.int64), torch.tensor(bias_steps, dtype=torch.int64)
-        for one in found:
-            if one.shape != self._counts_LE.shape:
+    def load_state(self, state: Mapping[str, object]) -> None:
+        """The inverse. Raises `ValueError` for anything but integers by layer and expert."""
+        shape = tuple(self._counts_LE.shape)
+        found = []
+        for name in ("counts", "bias_steps"):
+            one = torch.tensor(state.get(name))
+            if one.dtype != torch.int64 or tuple(one.shape) != shape:
                 raise ValueError(
-                    f"load of {tuple(one.shape)}, expected {tuple(self._counts_LE.shape)}"
+                    f"`{name}` of experts: {one.dtype} {tuple(one.shape)}, not {shape}"
                 )
+            found.append(one)
         self._counts_LE, self._steps_LE = found
         self._hand_out()
 

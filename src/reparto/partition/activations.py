@@ -14,6 +14,9 @@ and *leaves* it (sums out):
 | leave, forward | all_reduce, c T D | reduce_scatter, c T D |
 | leave, backward | nothing | all_gather, c T D |
 
+A layer with experts sends the rows of its tokens to the experts' ranks and back, and their
+gradients likewise: four exchanges of c K T D with K experts a token, if loads are even.
+
 A pipeline border carries c T D forward and c T D backward a microbatch, 1 / n of it under sequence
 parallelism. Under recompute=full a block's forward messages are sent again in backward, except a
 last `leave` whose result nothing has saved.
@@ -43,6 +46,8 @@ class BlockFlow:
     "likewise"
     loss: bool = False
     "whether a cross-entropy over a cut vocabulary follows"
+    routes: bool = False
+    "whether its tokens go to experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,10 @@ class Flow:
     "elements a token in the hidden state"
     smoothed: bool = False
     "whether the loss spreads its target, which is one number a token more"
+    experts: int = 0
+    "routed experts of a layer"
+    chosen: int = 0
+    "experts that a token goes to"
 
 
 def decoder_flow(config: ModelConfig, *, tokens: int, label_smoothing: float = 0.0) -> Flow:
@@ -63,19 +72,28 @@ def decoder_flow(config: ModelConfig, *, tokens: int, label_smoothing: float = 0
 
     Dropout after a layer's last sum has saved its mask, so that recompute makes that sum again.
     """
-    layer = BlockFlow(
-        enters=2, leaves=2, enters_again=2, leaves_again=2 if config.dropout > 0 else 1
-    )
+    again = 2 if config.dropout > 0 else 1
     return Flow(
         blocks=[
             BlockFlow(leaves=1),
-            *[layer] * config.num_hidden_layers,
+            *(
+                BlockFlow(
+                    enters=2,
+                    leaves=2,
+                    enters_again=2,
+                    leaves_again=again,
+                    routes=config.has_experts(index),
+                )
+                for index in range(config.num_hidden_layers)
+            ),
             BlockFlow(),
             BlockFlow(enters=1, loss=True),
         ],
         tokens=tokens,
         hidden=config.hidden_size,
         smoothed=label_smoothing > 0,
+        experts=config.num_experts,
+        chosen=config.num_experts_per_tok if config.num_experts else 0,
     )
 
 
@@ -90,6 +108,7 @@ def activation_messages(
     """All messages of one step of one rank that are neither gradients nor weights of shards."""
     return [
         *_tensor_messages(flow, plan, held, compute_dtype),
+        *_expert_messages(flow, plan, held, compute_dtype),
         *_pipeline_messages(flow, plan, held, compute_dtype),
         *_partial_messages(plan, held, master_dtype),
         *_tied_messages(held, plan, master_dtype),
@@ -131,6 +150,42 @@ def _tensor_messages(flow: Flow, plan: Plan, held: Holding, compute_dtype: str) 
         facts = plan.tensor * (3 if flow.smoothed else 2) * flow.tokens * wide
         found.append(message("activation", "all_gather", 1, facts))
     return [one for one in found if one.count]
+
+
+def _expert_messages(flow: Flow, plan: Plan, held: Holding, compute_dtype: str) -> list[Message]:
+    """Rows of experts for even loads. What a rank sends is T K rows whatever the load; the payload
+    is that of the larger side, so an uneven load only adds to it.
+    """
+    found: list[Message] = []
+    if flow.experts and plan.world_size > 1:
+        layers = sum(one.routes for one in flow.blocks)
+        found.append(
+            Message(
+                what="expert-load", operation="all_reduce", group="world",
+                group_size=plan.world_size, payload_bytes=8 * layers * (2 * flow.experts + 2),
+            )
+        )  # fmt: skip
+    mine = sum(flow.blocks[chunk.first_block + i].routes for chunk in held.chunks
+               for i in range(chunk.num_blocks))  # fmt: skip
+    if plan.expert == 1 or not mine:
+        return found
+    times = mine * plan.num_microbatches
+    forward = times * (2 if plan.recompute == "full" else 1)
+    rows = flow.tokens * flow.chosen * flow.hidden * DTYPE_BYTES[compute_dtype]
+    for what, count, payload in (
+        ("route", forward, 8 * flow.experts),
+        ("dispatch", forward, rows),
+        ("combine", forward, rows),
+        ("combine-gradient", times, rows),
+        ("dispatch-gradient", times, rows),
+    ):
+        found.append(
+            Message(
+                what=what, operation="all_to_all", group="expert", group_size=plan.expert,
+                payload_bytes=payload, count=count,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _pipeline_messages(flow: Flow, plan: Plan, held: Holding, compute_dtype: str) -> list[Message]:

@@ -123,16 +123,22 @@ def even_out_ranks(
 def decoder_costs(config: ModelConfig, *, sequence_length: int) -> tuple[float, ...]:
     """FLOPs a token in forward of every block: embedding, layers, final norm, head.
 
-    2 a weight of every matmul, and 2 S H C for causal attention (half of each of two S x C
-    products a head). Backward costs twice that in every block, so the proportions are the same.
-    Norm and embedding are given the few operations an element that they need, so that they are
-    cheap but not free.
+    2 a weight of every matmul that a token meets (experts: those that it is sent to), and 2 S H C
+    for causal attention (half of each of two S x C products a head). Backward costs twice that in
+    every block, so the proportions are the same. Norm and embedding are given the few operations an
+    element that they need, so that they are cheap but not free.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    matmuls = 2 * (hidden * (heads + 2 * keys) + heads * hidden + 3 * hidden * inner)
-    layer = matmuls + 2 * sequence_length * heads + 8 * hidden
+    attention = 2 * (hidden * (heads + 2 * keys) + heads * hidden)
+    attention += 2 * sequence_length * heads + 8 * hidden
+    dense = 6 * hidden * config.intermediate_size
+    met = config.num_experts_per_tok + config.n_shared_experts
+    routed = 6 * hidden * config.expert_size * met + 2 * hidden * config.num_experts
+    layers = [
+        float(attention + (routed if config.has_experts(index) else dense))
+        for index in range(config.num_hidden_layers)
+    ]
     ends = float(4 * hidden)
-    return (ends, *[float(layer)] * config.num_hidden_layers, ends,
-            float(2 * hidden * config.vocab_size))  # fmt: skip
+    return (ends, *layers, ends, float(2 * hidden * config.vocab_size))

@@ -8,6 +8,7 @@ runs. What is merely wasteful (an uneven batch) comes back as a warning with its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ def check_plan(
 
     world_size  ranks that a launcher has already started; None when reparto starts its own
     """
+    if model is not None and sequence_length is not None:
+        _refuse_to_drop_everything(model, sequence_length)
     refusal = _first(plan, model, sequence_length)
     if refusal is not None:
         raise UserError(
@@ -55,6 +58,21 @@ def check_plan(
         return ()
     warning = batch_slices(batch_size, plan.data, plan.num_microbatches).warning()
     return (warning,) if warning else ()
+
+
+def _refuse_to_drop_everything(model: ModelConfig, sequence_length: int) -> None:
+    """A capacity of less than one token a sequence leaves experts nothing to do."""
+    if not model.num_experts or not model.capacity_factor:
+        return
+    even = sequence_length * model.num_experts_per_tok / model.num_experts
+    if int(model.capacity_factor * even) < 1:
+        raise UserError(
+            f"{model.capacity_factor} x {even:g} tokens of a sequence an expert is less than one, "
+            "so every token would be dropped",
+            where="model.capacity_factor",
+            legal=f"0 (no limit), or at least {1 / even:g}",
+            nearest=f"{max(1.0, math.ceil(10 / even) / 10):g}",
+        )
 
 
 def _first(plan: Plan, model: ModelConfig | None, sequence_length: int | None) -> _Refusal | None:
@@ -79,6 +97,8 @@ def _refusals(
         yield from _tensor(plan, model)
     yield from _context(plan, model, sequence_length)
     yield from _folds(plan)
+    if model is not None:
+        yield from _experts(plan, model)
     yield from _chunks(plan)
     if model is not None:
         yield from _layers(plan, model)
@@ -94,6 +114,19 @@ def _folds(plan: Plan) -> Iterator[_Refusal]:
     if plan.sequence_parallel and plan.tensor == 1:
         yield _changed(plan, "sequence_parallel", "true only with tensor > 1",
                        sequence_parallel=False)  # fmt: skip
+
+
+def _experts(plan: Plan, model: ModelConfig) -> Iterator[_Refusal]:
+    if plan.expert == 1:
+        return
+    if not model.num_experts:
+        yield _changed(plan, "expert", "1, because this model has no experts", expert=1)
+        return
+    folds = _divisors(plan.num_shards)
+    legal = [n for n in _divisors(model.num_experts) if n in folds]
+    if plan.expert not in legal:
+        what = f"a divisor of num_experts={model.num_experts} and of (data / replicas) x context"
+        yield _nearest_of(plan, "expert", legal, what)
 
 
 def _chunks(plan: Plan) -> Iterator[_Refusal]:

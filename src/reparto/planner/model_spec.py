@@ -196,6 +196,13 @@ class ModelSpec:
             vocab=config.vocab_size,
             gated=True,
             tied=config.tie_word_embeddings,
+            experts=config.num_experts,
+            active_experts=config.num_experts_per_tok if config.num_experts else 0,
+            expert_ffn=config.expert_size if config.num_experts else 0,
+            shared_ffn=config.n_shared_experts * config.expert_size if config.num_experts else 0,
+            dense_layers=config.num_hidden_layers - len(config.expert_layers)
+            if config.num_experts
+            else 0,
         )
 
 

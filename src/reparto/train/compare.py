@@ -4,7 +4,8 @@ The reference writes down, for each step, the loss, every gradient and every upd
 moments. The plan under test starts each step from the reference's weights and moments, because Adam
 turns a rounding of a gradient near zero into a whole step, and compares what it gets.
 
-Departures are measured by tensor: |a - b| / |b| (Frobenius), |a| where b is zero.
+With experts, routes are compared first (`train/routes.py`). Departures are measured by tensor:
+|a - b| / |b| (Frobenius), |a| where b is zero.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from reparto.model.transformer import Decoder, initial_tensor
 from reparto.parallel.compose import Parallel, apply
 from reparto.partition.tensors import Rectangle
 from reparto.train.agree import Agreed
+from reparto.train.routes import Routes, compare_routes, gather_routes
 from reparto.train.state import DTYPES, chain_of, model_of
 from reparto.train.step import Trainer
 
@@ -71,6 +73,8 @@ class StepRecord:
     weights: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
+    routes: dict[int, Routes] = field(default_factory=dict)
+    "of experts, by layer"
 
 
 @dataclass(kw_only=True)
@@ -81,6 +85,8 @@ class Departure:
     grad_rel: float = 0.0
     weight_rel: float = 0.0
     bitwise: bool = True
+    route_flips: int = 0
+    "tokens and layers that went to other experts than in the reference"
     first: dict[str, object] | None = field(default=None)
 
 
@@ -129,6 +135,8 @@ def run_steps(
     )
     names = [name for name, one in parallel.table.items() if one.tied_to is None]
     departure = Departure()
+    if parallel.balance:
+        parallel.balance.watch_routes()
     for step in range(1, question.steps + 1):
         if reference is not None and step > 1:
             _start_from(trainer, reference(step - 1), step - 1)
@@ -144,11 +152,15 @@ def run_steps(
         position = loader.position
         result = trainer.step(next(loader), number=step, position=position, before_update=look)
         weights = {name: parallel.strategy.full_weight(name).clone() for name in names}
+        routes = gather_routes(parallel.balance, mesh) if parallel.balance else {}
         if keep is not None:
             averages, squares = _moments(trainer, names)
             keep(step, StepRecord(loss=result.loss, gradients=found, weights=weights,
-                                  exp_avg=averages, exp_avg_sq=squares))  # fmt: skip
-        if reference is not None:
+                                  exp_avg=averages, exp_avg_sq=squares,
+                                  routes=routes))  # fmt: skip
+        if reference is not None and _same_routes(
+            departure, question, step, routes, reference(step).routes
+        ):
             _measure(departure, question, parallel, step, result.loss, found, weights,
                      reference(step))  # fmt: skip
     loader.close()
@@ -228,6 +240,24 @@ def _moments(
             parallel.mesh.world.all_reduce(whole, tag="inspect moment").wait()
             found[which][name] = whole
     return found
+
+
+def _same_routes(
+    departure: Departure,
+    question: Question,
+    step: int,
+    found: Mapping[int, Routes],
+    expected: Mapping[int, Routes],
+) -> bool:
+    """Note flips. False where all flips were ties: then numbers differ and nothing is wrong."""
+    flips = compare_routes(found, expected, precision=question.precision)
+    departure.route_flips += flips.total
+    departure.bitwise &= not flips.total
+    if flips.first_layer is not None:
+        layer = question.model.expert_layers[flips.first_layer]
+        _first(departure, tensor=f"model.layers.{layer}.mlp.gate.weight", step=step,
+               stage="compute", collective="route")  # fmt: skip
+    return not (flips.total and not flips.untied)
 
 
 def _measure(

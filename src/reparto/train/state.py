@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from reparto.comm.mesh import Mesh
+from reparto.config.huggingface import hub_names
 from reparto.config.model import ModelConfig, decays, tied_parameters
 from reparto.config.run import Run
 from reparto.data.dataset import TokenSample
@@ -104,7 +105,10 @@ def share_model(
     master = DTYPES[run.compute.master]
     given = None
     if run.model.weights is not None:
-        given = open_weights(Path(run.model.weights), shapes, tied=tied_parameters(config))
+        given = open_weights(
+            Path(run.model.weights), shapes,
+            tied=tied_parameters(config), names=hub_names(config, shapes),
+        )  # fmt: skip
 
     def initial(name: str) -> Tensor:
         if given is not None:
