@@ -12,7 +12,7 @@ from torch import Tensor
 from reparto.config.huggingface import from_hf_config, hub_names, to_hf_config
 from reparto.config.model import ModelConfig, model_config_of, parameter_shapes, rules
 from reparto.errors import UserError
-from reparto.model.moe import MixtureOfExperts, Router, capacity, sorted_by_expert
+from reparto.model.moe import MixtureOfExperts, Router, sorted_by_expert
 from reparto.model.transformer import build
 
 SMALL: dict[str, int | float | bool | str] = {
@@ -119,7 +119,7 @@ def test_rows_are_sorted_by_expert_and_dropped_choices_point_beyond_the_last() -
 def test_a_capacity_drops_what_one_sequence_sends_beyond_it() -> None:
     config = model_config_of({**SMALL, "num_experts_per_tok": 1, "capacity_factor": 1.0,
                               "router_balance": "bias"})  # fmt: skip
-    assert capacity(config, 8) == 2
+    assert config.expert_capacity(8) == 2
     block = _block(config)
     block.gate.bias_E = torch.tensor([9.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     x_BSD = torch.randn(3, 8, 32, dtype=torch.float64)

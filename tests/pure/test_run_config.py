@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from reparto.config.data import DataConfig, MixtureMember
+from reparto.config.model_table import ModelTable
 from reparto.config.plan import Plan, ScheduleName, ShardMode
 from reparto.config.run import (
     Communicate,
     Compute,
     Guard,
-    ModelTable,
     Objective,
     Recover,
     Run,

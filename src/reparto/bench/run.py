@@ -79,8 +79,8 @@ def bench_pipeline(model: str, rounds: int, tell: Tell) -> dict[str, object]:
     load = load_of(model, PIPELINE_SIZES)
     orders = ["gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v"]
     tell("trial of our orders")
-    trial = measure(load, plan := "pipeline=2", [f"ours:{name}" for name in NAMES],
-                    TRIAL_ROUNDS, tell)  # fmt: skip
+    plan = "pipeline=2"
+    trial = measure(load, plan, [f"ours:{name}" for name in NAMES], TRIAL_ROUNDS, tell)
     tell("trial of torch's orders on an even cut")
     even = measure(load, plan, [f"torch_even:{name}" for name in orders], TRIAL_ROUNDS, tell)
     mine, evens = _fastest(trial, "ours:", 2), _fastest(even, "torch_even:", 2)

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from reparto.checkpoint import layout
 from reparto.checkpoint.files import (
@@ -32,6 +33,16 @@ from reparto.errors import UserError
 from reparto.partition.tensors import Rectangle
 
 _DIGEST_THREADS = 4
+
+
+class LoadOfExperts(TypedDict):
+    """What `parallel/expert.py` keeps of routers, by layer and expert."""
+
+    counts: list[list[int]]
+    bias_steps: list[list[int]]
+
+
+_LOAD = TypeAdapter(LoadOfExperts)
 
 
 class Checkpoint:
@@ -65,21 +76,16 @@ class Checkpoint:
             if entry.alias_of is None and not layout.is_moment(name)
         }
 
-    def load_of_experts(self) -> dict[str, list[list[int]]]:
-        """`counts` and `bias_steps` of routers, by layer and expert, as `parallel/expert.py` keeps
-        them. Raises `UserError` if the checkpoint has none or holds anything else.
-        """
-        found = self.manifest.state.get("experts")
-        names = ("counts", "bias_steps")
-        if isinstance(found, dict) and found.keys() == set(names):
-            rows = {name: _integers(found[name]) for name in names}
-            if all(rows.values()):
-                return {name: list(rows[name] or ()) for name in names}
-        raise UserError(
-            "keeps no load of experts, and this model has experts",
-            where=str(self.path),
-            legal="a checkpoint of the same model",
-        )
+    def load_of_experts(self) -> LoadOfExperts:
+        """Raises `UserError` if the checkpoint has none or holds anything else."""
+        try:
+            return _LOAD.validate_python(self.manifest.state.get("experts"), strict=True)
+        except ValidationError as error:
+            raise UserError(
+                "keeps no load of experts, and this model has experts",
+                where=str(self.path),
+                legal="a checkpoint of the same model",
+            ) from error
 
     def check_against(
         self,
@@ -302,17 +308,3 @@ def open_checkpoint(path: Path, key: bytes | None) -> Checkpoint:
         raise Damaged(path, f"is named after step {named.step}, its manifest is of step "
                       f"{manifest.step}")  # fmt: skip
     return Checkpoint(path, raw, manifest, signed=key is not None)
-
-
-def _integers(value: JsonValue) -> list[list[int]] | None:
-    """A list of lists of integers; None for anything else."""
-    if not isinstance(value, list):
-        return None
-    rows: list[list[int]] = []
-    for row in value:
-        if not isinstance(row, list):
-            return None
-        rows.append([one for one in row if isinstance(one, int) and not isinstance(one, bool)])
-        if len(rows[-1]) != len(row):
-            return None
-    return rows

@@ -130,6 +130,11 @@ class ModelConfig(BaseModel):
         """Width inside one routed expert, in elements a token."""
         return self.moe_intermediate_size or self.intermediate_size
 
+    def expert_capacity(self, sequence_length: int) -> int:
+        """Most tokens of one sequence that an expert takes, where there is a `capacity_factor`."""
+        even = sequence_length * self.num_experts_per_tok / self.num_experts
+        return int(self.capacity_factor * even)
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) routes its tokens to experts."""
         return self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
@@ -261,6 +266,7 @@ PRESETS: Mapping[str, Mapping[str, Scalar]] = MappingProxyType(
                 "num_experts": 8,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": inner,
+                "router_aux_loss_coef": 0.01,
             }
         )
         for name, hidden, intermediate, layers, heads, kv_heads, inner in (

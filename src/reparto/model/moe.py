@@ -119,6 +119,10 @@ class Router(nn.Linear):
             experts_NK = self._within_capacity(experts_NK, sequences=x_BSD.shape[0])
         return experts_NK, weights_NK.to(x_BSD.dtype)
 
+    def set_bias(self, steps_E: Tensor) -> None:
+        """Take the bias from how often it went up less how often it went down."""
+        self.bias_E = steps_E.double() * self.config.router_bias_rate
+
     @property
     def _softmax(self) -> bool:
         return self.config.router_scoring == "softmax"
@@ -182,7 +186,7 @@ class Router(nn.Linear):
         """
         experts, chosen = self.config.num_experts, experts_NK.shape[1]
         length = experts_NK.shape[0] // sequences
-        most = capacity(self.config, length)
+        most = self.config.expert_capacity(length)
         by_turn_BX = experts_NK.view(sequences, length, chosen).transpose(1, 2).flatten(1)
         taken_BXE = nn.functional.one_hot(by_turn_BX, experts).cumsum(1)
         place_BX = taken_BXE.gather(-1, by_turn_BX[..., None]).squeeze(-1)
@@ -190,19 +194,17 @@ class Router(nn.Linear):
         return kept_BX.view(sequences, chosen, length).transpose(1, 2).reshape(-1, chosen)
 
 
+def routers_of(model: nn.Module) -> list[Router]:
+    """All routers, in model order."""
+    return [one for one in model.modules() if isinstance(one, Router)]
+
+
 def set_bias(model: nn.Module, bias_steps: Sequence[Sequence[int]]) -> None:
     """Give every router, in model order, the bias that a checkpoint keeps of it: how often it went
     up less how often it went down.
     """
-    routers = [one for one in model.modules() if isinstance(one, Router)]
-    for router, steps in zip(routers, bias_steps, strict=True):
-        router.bias_E = torch.tensor(steps, dtype=torch.float64) * router.config.router_bias_rate
-
-
-def capacity(config: ModelConfig, sequence_length: int) -> int:
-    """Tokens of one sequence that an expert takes; 0 would drop everything."""
-    even = sequence_length * config.num_experts_per_tok / config.num_experts
-    return int(config.capacity_factor * even)
+    for router, steps in zip(routers_of(model), bias_steps, strict=True):
+        router.set_bias(torch.tensor(steps))
 
 
 class _Watched(Function):

@@ -33,13 +33,14 @@ from reparto.comm.mesh import Mesh
 from reparto.config.plan import Plan
 from reparto.parallel.flat import Owned
 from reparto.parallel.gradients import Readiness, WeightGradients
+from reparto.partition.experts import EXPERT_COPIES
 from reparto.partition.flat import FlatLayout, Slot
 from reparto.partition.tensors import Table
 from reparto.trace import Kind
 
 Initial = Callable[[str], Tensor]
 
-_REDUCED_OVER = ("replicas", "data", "context", "expert_shard")
+_REDUCED_OVER = ("replicas", "data", "context", EXPERT_COPIES)
 
 
 def reduce_naively(parameters: Sequence[nn.Parameter], group: Communicator) -> None:

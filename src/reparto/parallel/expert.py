@@ -43,7 +43,7 @@ from torch.autograd.function import FunctionCtx
 from reparto.comm.autograd import all_to_all
 from reparto.comm.collectives import Communicator
 from reparto.comm.mesh import Mesh
-from reparto.model.moe import Router, Seen, run_experts
+from reparto.model.moe import Seen, routers_of, run_experts
 from reparto.partition.cuts import Style
 
 
@@ -147,7 +147,7 @@ class Balance:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         """Every rank keeps the numbers of all layers; they are few."""
-        self._routers = [one for one in model.modules() if isinstance(one, Router)]
+        self._routers = routers_of(model)
         self._mesh = mesh
         speaks = mesh.coordinates["tensor"] == 0
         for router in self._routers:
@@ -205,7 +205,7 @@ class Balance:
             total = int(counts_E.sum())
             if total:
                 router.share_E = counts_E.double() / total
-            router.bias_E = steps_E.double() * router.config.router_bias_rate  # as `set_bias`
+            router.set_bias(steps_E)
 
     def state(self) -> dict[str, list[list[int]]]:
         """What a checkpoint keeps: integers, the same under every plan."""

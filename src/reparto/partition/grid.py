@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reparto.config.plan import Plan
+from reparto.partition.experts import EXPERT_COPIES
 
 AXES = ("pipeline", "replicas", "data", "context", "tensor")
 
@@ -77,7 +78,7 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """The degree of one axis; of `expert_shard`, how many ranks hold the same experts."""
-        if axis == "expert_shard":
+        if axis == EXPERT_COPIES:
             return self.data * self.context // self.expert
         return self.shape[AXES.index(axis)]
 
@@ -94,7 +95,7 @@ class Grid:
             rank, found[axis] = divmod(rank, size)
         if self.expert > 1:
             at = found["data"] * self.context + found["context"]
-            found["expert_shard"], found["expert"] = divmod(at, self.expert)
+            found[EXPERT_COPIES], found["expert"] = divmod(at, self.expert)
         return found
 
     def rank(self, coordinates: dict[str, int]) -> int:

@@ -64,8 +64,8 @@ def _refuse_to_drop_everything(model: ModelConfig, sequence_length: int) -> None
     """A capacity of less than one token a sequence leaves experts nothing to do."""
     if not model.num_experts or not model.capacity_factor:
         return
-    even = sequence_length * model.num_experts_per_tok / model.num_experts
-    if int(model.capacity_factor * even) < 1:
+    if model.expert_capacity(sequence_length) < 1:
+        even = sequence_length * model.num_experts_per_tok / model.num_experts
         raise UserError(
             f"{model.capacity_factor} x {even:g} tokens of a sequence an expert is less than one, "
             "so every token would be dropped",
