@@ -269,20 +269,8 @@ def _refuse_unbuilt(run: Run) -> None:
             where="[[guard]]",
             nearest="remove the [[guard]] tables",
         )
-    if run.model.source == "huggingface" and find_spec("transformers") is None:
-        raise UserError(
-            "transformers is not installed",
-            where="model.source",
-            legal="huggingface with the extra `hf`, or reparto",
-            nearest="pip install 'reparto[hf]'",
-        )
-    if run.model.source == "huggingface" and run.model.dropout:
-        raise UserError(
-            f"dropout={run.model.dropout}, which Hugging Face's Llama does not have",
-            where="model.dropout",
-            legal="0, or model.source=reparto",
-            nearest="model.dropout=0.0",
-        )
+    if run.model.source == "huggingface":
+        _refuse_foreign(run.model)
     if run.compute.compile and run.partition.tensor > 1:
         raise UserError(
             "messages stand inside the blocks of a tensor-parallel model, and compiling those is "
@@ -298,6 +286,31 @@ def _refuse_unbuilt(run: Run) -> None:
             where="compute.compile",
             legal="false with a model that has experts",
             nearest="false",
+        )
+
+
+def _refuse_foreign(table: ModelTable) -> None:
+    """What transformers' own Llama cannot be, and then whether transformers is there at all."""
+    if table.dropout:
+        raise UserError(
+            f"dropout={table.dropout}, which Hugging Face's Llama does not have",
+            where="model.dropout",
+            legal="0, or model.source=reparto",
+            nearest="model.dropout=0.0",
+        )
+    if table.has_experts:
+        raise UserError(
+            "Hugging Face's Llama has no experts",
+            where="model.source",
+            legal="reparto, or a model without experts",
+            nearest="reparto",
+        )
+    if find_spec("transformers") is None:
+        raise UserError(
+            "transformers is not installed",
+            where="model.source",
+            legal="huggingface with the extra `hf`, or reparto",
+            nearest="pip install 'reparto[hf]'",
         )
 
 
